@@ -1,0 +1,116 @@
+"""Configuration: frozen, checked when made, every field with its unit. No file below reads the environment."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+PAGE_SIZES = (8, 16, 32, 64, 128, 256)
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+LOAD_FORMATS = ("auto", "dummy")
+DEFAULT_MODEL = "smollm2-135m"
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot work; the message names the value and what would work."""
+
+
+def _check(ok: bool, message: str) -> None:
+    if not ok:
+        raise ConfigError(message)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """What a user may say of an engine. None: decided from the model, the devices and their memory."""
+
+    model: str = DEFAULT_MODEL
+    """A folder, a GGUF file, a Hugging Face Hub id, or an alias."""
+    revision: str | None = None
+    """Branch, tag or commit of a Hub id."""
+    load_format: str = "auto"
+    """auto: read the checkpoint. dummy: random weights for its config (a folder with config.json is enough)."""
+    dtype: str = "auto"
+    """Of weights, activations and KV cache. auto: bfloat16 on a GPU, float32 on a CPU."""
+    max_model_len: int | None = None
+    """Usable context in tokens, prompt and output together. None: the model's own limit."""
+    page_size: int = 16
+    """Tokens per page of the KV cache."""
+    num_pages: int | None = None
+    """Pages of the KV cache. None: from memory."""
+    gpu_memory_utilization: float = 0.9
+    """Share of the device's memory for weights, temporaries and KV cache together."""
+    max_num_seqs: int | None = None
+    """Sequences that run at once (slots of device state). None: 256 on a GPU, 8 on a CPU."""
+    max_num_batched_tokens: int | None = None
+    """Most tokens in one step. None: 8192 on a GPU, 512 on a CPU."""
+    max_step_ms: float = 30.0
+    """Longest step, in milliseconds, while sequences decode: prompts are cut into chunks that keep to it.
+
+    Measured at warm-up on a GPU; on a CPU the chunk is 64 tokens."""
+    max_waiting: int = 1024
+    """Requests that may wait for a slot before further ones are refused."""
+    tensor_parallel_size: int = 1
+    """Devices that the heads, the MLP and the vocabulary are split over."""
+    seed: int = 0
+    """Of random weights, with load_format dummy."""
+    compile_cache_dir: str | None = None
+    """Folder in which compiled steps are kept between runs. None: ~/.cache/jaxinfer/xla. Empty: none."""
+
+    def __post_init__(self) -> None:
+        def at_least(name: str, least: int) -> None:
+            value = getattr(self, name)
+            _check(value is None or value >= least, f"{name} is {value}; it must be at least {least}")
+
+        _check(bool(self.model), "model is empty; give a folder, a GGUF file, a Hub id or an alias")
+        _check(
+            self.load_format in LOAD_FORMATS, f"load_format is {self.load_format!r}; known: {', '.join(LOAD_FORMATS)}"
+        )
+        _check(self.dtype in DTYPES, f"dtype is {self.dtype!r}; known: {', '.join(DTYPES)}")
+        _check(
+            self.page_size in PAGE_SIZES,
+            f"page_size is {self.page_size}; it must be a power of two from 8 to 256",
+        )
+        at_least("max_model_len", 2)
+        at_least("num_pages", 1)
+        at_least("max_num_seqs", 1)
+        at_least("max_num_batched_tokens", 16)
+        at_least("max_waiting", 1)
+        at_least("tensor_parallel_size", 1)
+        _check(
+            0 < self.gpu_memory_utilization <= 1,
+            f"gpu_memory_utilization is {self.gpu_memory_utilization}; it must be above 0 and at most 1",
+        )
+        _check(self.max_step_ms > 0, f"max_step_ms is {self.max_step_ms}; it must be above 0")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SchedulerLimits:
+    """What the scheduler may plan; resolved from EngineConfig, the model and the compiled buckets."""
+
+    max_model_len: int  # tokens, prompt and output together
+    page_size: int  # tokens
+    num_pages: int  # pages that sequences may own; ids are 1..num_pages, since page 0 takes the writes of padding
+    max_num_seqs: int  # slots, numbered from 0
+    max_step_tokens: int  # tokens in a step while nothing decodes
+    max_mixed_tokens: int  # tokens in a step with decode rows, these included
+    max_waiting: int  # requests
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """The HTTP face."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    """0: any free port."""
+    served_model_names: Sequence[str] = ()
+    """Names that clients may use; the first is reported. Empty: the name that was loaded."""
+    chat_template: str | None = None
+    """Jinja template in place of the model's own."""
+    chat_template_kwargs: Mapping[str, object] = dataclasses.field(default_factory=dict)
+    """Passed to every rendering; a request's own override them."""
+
+    def __post_init__(self) -> None:
+        _check(0 <= self.port < 65536, f"port is {self.port}; it must be from 0 to 65535")
+        _check(bool(self.host), "host is empty; 127.0.0.1 serves this machine alone, 0.0.0.0 every interface")

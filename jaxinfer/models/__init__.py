@@ -1,0 +1,1 @@
+"""Models as pure functions over parameters that are declared once."""

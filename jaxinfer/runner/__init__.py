@@ -1,0 +1,1 @@
+"""What runs on the device: compiled steps, their inputs and their state."""

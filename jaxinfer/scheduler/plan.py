@@ -1,0 +1,60 @@
+"""StepPlan and StepResult: all that passes between scheduler and runner. Plain data, to print, store and replay."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from jaxinfer.types import Request, TokenLogprobs
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DecodeRow:
+    """One token of a running sequence. The token itself is on the device: the last one sampled in this slot."""
+
+    slot: int
+    position: int  # of the token that is computed; the sampled token comes after it
+    new_page: int | None  # page that holds `position`, when it is the first token on it
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PrefillChunk:
+    """A run of known tokens of one sequence."""
+
+    slot: int
+    start: int  # position of the first token of the chunk: tokens already in the cache
+    token_ids: Sequence[int]
+    new_pages: Sequence[int]  # pages appended to the slot's page table, from index `first_new_page` on
+    first_new_page: int
+    samples: bool  # the chunk ends the known tokens: sample the next one
+    request: Request  # its sampling parameters are written to the slot with every chunk
+    prompt_len: int  # tokens of token ids below this position are prompt, later ones are output computed again
+    history: (
+        Sequence[int] | None
+    )  # with the first chunk of an admission, all known tokens (prompt, then output), else None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step of the device. Decode rows come first; every row is another slot."""
+
+    step: int
+    decodes: Sequence[DecodeRow]
+    prefills: Sequence[PrefillChunk]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.decodes) + sum(len(chunk.token_ids) for chunk in self.prefills)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.decodes) + len(self.prefills)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepResult:
+    """What the rows of a plan sampled, by slot: rows of chunks that do not sample are absent."""
+
+    step: int
+    token_ids: dict[int, int]  # slot -> token
+    logprobs: dict[int, TokenLogprobs]  # slot -> log-probabilities, for requests that asked

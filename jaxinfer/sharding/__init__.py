@@ -1,0 +1,1 @@
+"""Logical axes to mesh axes."""

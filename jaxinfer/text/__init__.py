@@ -1,0 +1,1 @@
+"""Text: prompts to token ids, token ids to text. Never imports JAX."""
