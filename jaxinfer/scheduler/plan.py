@@ -15,6 +15,7 @@ class DecodeRow:
     slot: int
     position: int  # of the token that is computed; the sampled token comes after it
     new_page: int | None  # page that holds `position`, when it is the first token on it
+    logprobs: bool = False  # whether the host wants log-probabilities of the sampled token
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

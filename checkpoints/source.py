@@ -1,0 +1,27 @@
+"""What a checkpoint offers to whoever loads it: tensors by their published names, and one error for all faults."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import numpy as np
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be used; the message names the file and the values at fault."""
+
+
+class TensorSource(Protocol):
+    """Tensors under the names that Hugging Face publishes. Shapes are known before any data is read."""
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Name and shape of every tensor; linear weights are (out, in)."""
+        ...
+
+    def read(self, name: str) -> np.ndarray:
+        """One whole tensor: a read-only view of the mapped file in its stored dtype, or float32 if it was quantised.
+
+        A name that `shapes` lacks raises KeyError.
+        """
+        ...

@@ -1,0 +1,25 @@
+"""jaxinfer: large language models on NVIDIA GPUs, served from JAX."""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxinfer.api import LLM, serve
+    from jaxinfer.config import EngineConfig
+    from jaxinfer.types import SamplingParams
+
+__all__ = ["LLM", "EngineConfig", "SamplingParams", "serve"]
+
+_HOMES = {
+    "LLM": "jaxinfer.api",
+    "serve": "jaxinfer.api",
+    "EngineConfig": "jaxinfer.config",
+    "SamplingParams": "jaxinfer.types",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Public names on first use, so that parts which need no JAX, like the HTTP front end, do not load it."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

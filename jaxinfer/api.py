@@ -1,0 +1,281 @@
+"""The faces for Python: LLM for scripts, serve() for a server. Joins engine, text and http."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import uuid
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import jax.numpy as jnp
+
+from checkpoints import orbax_store
+from checkpoints.resolve import resolve
+from jaxinfer.build import Progress, build_engine, engine_command, load_params, make_tokenizer
+from jaxinfer.config import DEFAULT_MODEL, EngineConfig, ServerConfig
+from jaxinfer.engine.local import LocalEngine
+from jaxinfer.engine.process import EngineProcess
+from jaxinfer.http import run as http_run
+from jaxinfer.http.server import create_app
+from jaxinfer.models import registry
+from jaxinfer.sharding import rules
+from jaxinfer.text.chat_template import ChatTemplate
+from jaxinfer.text.output import OutputDelta, OutputLogprob, OutputStream
+from jaxinfer.text.requests import lower
+from jaxinfer.types import EngineDead, EngineInfo, EngineStats, FinishReason, InvalidRequest, Request, SamplingParams
+
+Prompt = str | Sequence[int]
+"""Text, or token ids."""
+Message = Mapping[str, Any]
+"""A chat message: role and content."""
+
+
+@dataclasses.dataclass(slots=True)
+class Completion:
+    """One of the n outputs of a prompt."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[OutputLogprob] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+
+    def add(self, delta: OutputDelta) -> None:
+        """Takes in what is new."""
+        self.text += delta.text
+        self.token_ids += delta.token_ids
+        if delta.logprobs is not None:
+            self.logprobs = (self.logprobs or []) + list(delta.logprobs)
+        self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+
+
+@dataclasses.dataclass(slots=True)
+class RequestOutput:
+    """What a prompt gave."""
+
+    prompt: str | None  # None if it was given as token ids
+    prompt_token_ids: list[int]
+    outputs: list[Completion]
+
+
+class LLM:
+    """A model in this process.
+
+    `options` are the fields of EngineConfig. Threads may share an LLM: their requests run in one batch.
+    """
+
+    def __init__(self, model: str = DEFAULT_MODEL, *, show_progress: bool = True, **options: Any):
+        config = EngineConfig(model=model, **options)
+        self._engine = LocalEngine(build_engine(config, show_progress=show_progress))
+        checkpoint = resolve(config.model, revision=config.revision, load_format=config.load_format)
+        self.tokenizer = make_tokenizer(checkpoint)
+        self._template = ChatTemplate.from_config(checkpoint.tokenizer_config)
+
+    @property
+    def info(self) -> EngineInfo:
+        """Context, vocabulary, pages and defaults of the engine."""
+        return self._engine.info
+
+    def stats(self) -> EngineStats:
+        """A snapshot of the engine's counters."""
+        return self._engine.stats()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Completes prompts, as many at once as fit, and returns their outputs in the order of the prompts.
+
+        One SamplingParams for all prompts, or one for each. Raises InvalidRequest before anything runs.
+        """
+        many = [prompts] if isinstance(prompts, str) or _is_ids(prompts) else list(prompts)
+        params = self._one_each(sampling_params, len(many))
+        jobs = [self._job(prompt, sampling) for prompt, sampling in zip(many, params, strict=True)]
+        self._run(jobs)
+        return [job.output for job in jobs]
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **template_options: Any,
+    ) -> list[RequestOutput]:
+        """Answers one conversation or several through the chat template, whose variables `template_options` are."""
+        one = bool(messages) and isinstance(messages[0], Mapping)
+        conversations: Any = [messages] if one else messages
+        prompts = [self.chat_prompt(conversation, **template_options) for conversation in conversations]
+        return self.generate(prompts, sampling_params)
+
+    def chat_prompt(self, messages: Sequence[Message], **template_options: Any) -> list[int]:
+        """Token ids of a conversation, ready for the model's turn."""
+        if self._template is None:
+            raise InvalidRequest(f"{self.info.model} has no chat template; use generate", param="messages")
+        text = self._template.render([dict(message) for message in messages], **template_options)
+        return self._tokenizer().encode(text, add_special_tokens=False)
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[OutputDelta]:
+        """Completes one prompt and yields what is new as it comes. Closing the iterator early cancels the request."""
+        sampling = sampling_params or SamplingParams()
+        if sampling.n != 1:
+            raise InvalidRequest(f"n is {sampling.n}; a stream has one output, use generate for several", param="n")
+        return self._stream(self._job(prompt, sampling))
+
+    def close(self) -> None:
+        """Gives up the device's memory."""
+        self._engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _job(self, prompt: Prompt, sampling: SamplingParams) -> _Job:
+        text = prompt if isinstance(prompt, str) else None
+        ids = list(prompt) if text is None else self._tokenizer().encode(text, add_special_tokens=True)
+        requests = lower(ids, sampling, self.info, self.tokenizer, uuid.uuid4().hex)
+        streams = [OutputStream(self.tokenizer, ids, sampling) for _ in requests]
+        outputs = [Completion(index) for index in range(len(requests))]
+        return _Job(requests, streams, RequestOutput(text, ids, outputs))
+
+    def _run(self, jobs: list[_Job]) -> None:
+        streams = {r.request_id: s for job in jobs for r, s in zip(job.requests, job.streams, strict=True)}
+        outputs = {r.request_id: o for job in jobs for r, o in zip(job.requests, job.output.outputs, strict=True)}
+        requests = itertools.chain.from_iterable(job.requests for job in jobs)
+        for request_id, delta in self._deltas(requests, streams):
+            outputs[request_id].add(delta)
+
+    def _stream(self, job: _Job) -> Iterator[OutputDelta]:
+        (request,), (stream,) = job.requests, job.streams
+        for _, delta in self._deltas([request], {request.request_id: stream}):
+            yield delta
+
+    def _deltas(
+        self, requests: Iterable[Request], streams: Mapping[str, OutputStream]
+    ) -> Iterator[tuple[str, OutputDelta]]:
+        """What is new, by request. A stop string is seen here: then the engine is told to end the request."""
+        with contextlib.closing(self._engine.run(requests)) as events:
+            for event in events:
+                stream = streams[event.request_id]
+                delta = stream.push(event)
+                if stream.finished and event.finish_reason is None:
+                    self._engine.cancel(event.request_id)
+                if delta is not None:
+                    yield event.request_id, delta
+
+    def _tokenizer(self):
+        if self.tokenizer is None:
+            raise InvalidRequest(f"{self.info.model} has no tokenizer; give token ids", param="prompt")
+        return self.tokenizer
+
+    @staticmethod
+    def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+        if params is None or isinstance(params, SamplingParams):
+            return [params or SamplingParams()] * count
+        if len(params) != count:
+            raise InvalidRequest(f"{len(params)} sampling_params for {count} prompts; give one, or one for each")
+        return list(params)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Job:
+    """A prompt on its way through the engine."""
+
+    requests: list[Request]
+    streams: list[OutputStream]
+    output: RequestOutput
+
+
+def _is_ids(prompts: Any) -> bool:
+    return bool(prompts) and isinstance(prompts[0], int)
+
+
+class Server:
+    """A running server: the engine in its own process, HTTP in a thread of this one."""
+
+    def __init__(self, engine: EngineProcess, thread: http_run.ServerThread):
+        self._engine = engine
+        self._thread = thread
+        self.url = thread.url
+        """Base address; the OpenAI API is under `url + "/v1"`."""
+
+    @property
+    def info(self) -> EngineInfo:
+        """Context, vocabulary, pages and defaults of the engine."""
+        return self._engine.info
+
+    def shutdown(self) -> None:
+        """Ends requests in progress, the server and the engine's process. Once it has ended, does nothing."""
+        try:
+            self._thread.shutdown()
+        finally:
+            self._engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+
+def serve(
+    model: str = DEFAULT_MODEL,
+    host: str = ServerConfig.host,
+    port: int = ServerConfig.port,
+    *,
+    block: bool = True,
+    server: Mapping[str, Any] | None = None,
+    show_progress: bool = True,
+    **options: Any,
+) -> Server | None:
+    """Serves a model over HTTP, as OpenAI's API.
+
+    block: serve until a signal comes, then return None; EngineDead if the engine failed. Otherwise return at once a
+    Server that accepts connections. `options` are the fields of EngineConfig, `server` those of ServerConfig besides
+    host and port; port 0 takes a free one.
+    """
+    config = EngineConfig(model=model, **options)
+    server_config = ServerConfig(host=host, port=port, **(server or {}))
+    sock = http_run.bind(host, port)  # before anything slow: a port in use is known at once
+    with contextlib.ExitStack() as on_failure:
+        on_failure.callback(sock.close)
+        checkpoint = resolve(config.model, revision=config.revision, load_format=config.load_format)
+        tokenizer = make_tokenizer(checkpoint)
+        template = ChatTemplate.from_config(checkpoint.tokenizer_config, server_config.chat_template)
+        engine = EngineProcess(engine_command(config, show_progress=show_progress))
+        on_failure.callback(engine.close)
+        app = create_app(engine, tokenizer, template, server_config)
+        if not block:
+            running = Server(engine, http_run.ServerThread(app, sock).start())
+            on_failure.pop_all()
+            return running
+        print(f"jaxinfer serves {config.model} at {http_run.url_of(sock)}", flush=True)
+        failure = http_run.run(app, sock)
+    if failure is not None:
+        raise EngineDead(failure)
+    return None
+
+
+def convert(model: str, out: str, *, revision: str | None = None, dtype: str = "auto") -> None:
+    """Writes a checkpoint as an Orbax store in the new folder `out`, which loads straight into any sharding.
+
+    dtype: of the stored weights; auto: the checkpoint's own, float32 for a GGUF file.
+    """
+    config = EngineConfig(model=model, revision=revision, dtype=dtype)
+    checkpoint = resolve(config.model, revision=config.revision)
+    described = registry.from_config(checkpoint.config)
+    if dtype == "auto":
+        dtype = str(checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype") or "float32")
+    shardings = rules.shardings(described.specs, rules.make_mesh(1))
+    with contextlib.closing(Progress()) as progress:
+        params = load_params(checkpoint, described, jnp.dtype(dtype), shardings, seed=config.seed, progress=progress)
+    orbax_store.save(out, params, described.specs, checkpoint)

@@ -1,0 +1,252 @@
+"""From an EngineConfig to an Engine: finds the checkpoint, loads it, sizes the cache, compiles every step."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import msgspec
+from jax.sharding import Mesh
+from tqdm import tqdm
+
+from checkpoints import load, orbax_store
+from checkpoints.resolve import Checkpoint, resolve
+from jaxinfer.config import ConfigError, EngineConfig, SchedulerLimits
+from jaxinfer.engine.engine import Engine
+from jaxinfer.engine.process import engine_main
+from jaxinfer.models import registry
+from jaxinfer.models.model import Model
+from jaxinfer.params import Params, num_bytes, random_params
+from jaxinfer.runner import cache
+from jaxinfer.runner.buckets import Bucket, make_buckets
+from jaxinfer.runner.runner import ModelRunner, compile_lowered, lower_step
+from jaxinfer.runner.step import StepBuilder
+from jaxinfer.scheduler.scheduler import Scheduler
+from jaxinfer.sharding import rules
+from jaxinfer.text.tokenizer import Tokenizer
+from jaxinfer.types import EngineInfo
+
+MAX_NUM_SEQS = {"cpu": 8, "gpu": 256}
+MAX_STEP_TOKENS = {"cpu": 512, "gpu": 8192}
+MIXED_TOKENS_ON_CPU = 64
+"""Chunk beside decode rows where steps are not measured."""
+SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+"""What is taken from a model's generation_config."""
+CACHE_DIR = Path.home() / ".cache" / "jaxinfer" / "xla"
+
+
+class Progress:
+    """Progress bars on standard error, one a stage."""
+
+    def __init__(self, enabled: bool = True):
+        self._enabled = enabled
+        self._bar: tqdm | None = None
+        self._kind = ""
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        """`stage` begins with what is being done; the first word tells stages apart."""
+        kind = stage.split()[0]
+        if kind[:4] != self._kind[:4]:
+            self.close()
+            unit = {"unit": "B", "unit_scale": True} if kind.startswith("load") else {}
+            self._bar = tqdm(total=total, disable=not self._enabled, file=sys.stderr, leave=True, **unit)
+            self._kind = kind
+        assert self._bar is not None
+        self._bar.set_description(stage, refresh=False)
+        self._bar.update(done - self._bar.n)
+
+    def close(self) -> None:
+        """Ends the bar that is shown."""
+        if self._bar is not None:
+            self._bar.close()
+        self._bar, self._kind = None, ""
+
+
+def build_engine(config: EngineConfig, *, show_progress: bool = True) -> Engine:
+    """An engine that is ready: nothing is compiled after this returns.
+
+    Raises ConfigError, CheckpointError, ModelError, ShardingError or PoolError, before anything slow where it can.
+    """
+    set_up_jax(config)
+    checkpoint = resolve(config.model, revision=config.revision, load_format=config.load_format)
+    model = registry.from_config(checkpoint.config)
+    mesh = rules.make_mesh(config.tensor_parallel_size)
+    shardings = rules.shardings(model.specs, mesh)
+    tokenizer = make_tokenizer(checkpoint)
+    vocab_size = min(model.vocab_rows, tokenizer.vocab_size) if tokenizer else model.vocab_rows
+    shape = _state_shape(config, model, mesh)
+    buckets = make_buckets(_platform(mesh), shape.num_slots, _max_step_tokens(config, shape.num_slots, mesh))
+    progress = Progress(show_progress)
+    params = load_params(checkpoint, model, shape.dtype, shardings, seed=config.seed, progress=progress)
+    builder = StepBuilder(model=model, shape=shape, vocab_size=vocab_size, mesh=mesh)
+    builder = _size_pool(config, builder, params, buckets[-1])
+    runner = ModelRunner(builder, params, buckets)
+    runner.compile(progress)
+    times_ms = runner.warm_up(progress)
+    progress.close()
+    limits = SchedulerLimits(
+        max_model_len=builder.shape.max_model_len,
+        page_size=config.page_size,
+        num_pages=builder.shape.num_pages,
+        max_num_seqs=shape.num_slots,
+        max_step_tokens=buckets[-1].tokens,
+        max_mixed_tokens=_max_mixed_tokens(config, buckets, times_ms, mesh),
+        max_waiting=config.max_waiting,
+    )
+    info = EngineInfo(
+        model=config.model,
+        max_model_len=limits.max_model_len,
+        vocab_size=vocab_size,
+        eos_ids=eos_ids(checkpoint, tokenizer),
+        sampling_defaults=sampling_defaults(checkpoint),
+        page_size=limits.page_size,
+        num_pages=limits.num_pages,
+        max_num_seqs=limits.max_num_seqs,
+    )
+    return Engine(runner, Scheduler(limits), info)
+
+
+def set_up_jax(config: EngineConfig) -> None:
+    """Process-wide settings, made before the first array: memory share and the cache of compiled steps."""
+    os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", str(config.gpu_memory_utilization))
+    directory = CACHE_DIR if config.compile_cache_dir is None else config.compile_cache_dir
+    if directory:
+        jax.config.update("jax_compilation_cache_dir", str(directory))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def make_tokenizer(checkpoint: Checkpoint) -> Tokenizer | None:
+    """The checkpoint's tokenizer; None if it has none, and then only token ids can be served."""
+    if checkpoint.tokenizer_json is None:
+        return None
+    return Tokenizer(checkpoint.tokenizer_json, checkpoint.tokenizer_config)
+
+
+def load_params(
+    checkpoint: Checkpoint,
+    model: Model,
+    dtype: jnp.dtype,
+    shardings: Mapping[str, jax.sharding.Sharding],
+    *,
+    seed: int,
+    progress: Progress,
+) -> Params:
+    """The weights, on their devices, from whatever the checkpoint is."""
+    if checkpoint.format == "dummy":
+        progress("loading random weights", 0, num_bytes(model.specs, dtype))
+        params = random_params(model.specs, dtype, shardings, seed)
+    elif checkpoint.format == "orbax":
+        progress(f"loading {checkpoint.path.name}", 0, num_bytes(model.specs, dtype))
+        params = orbax_store.restore(checkpoint.path, model.specs, dtype, shardings)
+    else:
+        assert checkpoint.tensors is not None
+        stage = f"loading {checkpoint.path.name}"
+        return load.load(
+            checkpoint.tensors,
+            model.specs,
+            dtype,
+            shardings,
+            ignore=model.ignored,
+            progress=lambda done, total: progress(stage, done, total),
+        )
+    jax.block_until_ready(params)
+    progress("loading done", num_bytes(model.specs, dtype), num_bytes(model.specs, dtype))
+    return params
+
+
+def eos_ids(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """Every id that ends a generation: what config, text_config, generation_config and tokenizer name, together."""
+
+    def named() -> Iterator[int]:
+        text_config = checkpoint.config.get("text_config") or {}
+        for source in (checkpoint.config, text_config, checkpoint.generation_config):
+            value = source.get("eos_token_id")
+            yield from value if isinstance(value, list) else [] if value is None else [value]
+        yield from tokenizer.eos_ids if tokenizer else ()
+
+    return tuple(dict.fromkeys(named()))
+
+
+def sampling_defaults(checkpoint: Checkpoint) -> dict[str, float]:
+    """What the model's generation_config says of sampling. With `do_sample` false it asks for greedy decoding."""
+    given = checkpoint.generation_config
+    defaults = {name: given[name] for name in SAMPLING_DEFAULTS if given.get(name) is not None}
+    return {**defaults, "temperature": 0.0} if given.get("do_sample") is False else defaults
+
+
+def _platform(mesh: Mesh) -> str:
+    return "cpu" if mesh.devices.flat[0].platform == "cpu" else "gpu"
+
+
+def _state_shape(config: EngineConfig, model: Model, mesh: Mesh) -> cache.StateShape:
+    """All but the number of pages, which needs the weights on the device."""
+    if config.max_model_len is not None and config.max_model_len > model.max_model_len:
+        raise ConfigError(
+            f"max_model_len is {config.max_model_len}; the model was made for at most {model.max_model_len} tokens"
+        )
+    platform = _platform(mesh)
+    dtype = {"cpu": "float32", "gpu": "bfloat16"}[platform] if config.dtype == "auto" else config.dtype
+    return cache.StateShape(
+        cache=model.cache,
+        num_pages=config.num_pages or 1,
+        page_size=config.page_size,
+        num_slots=config.max_num_seqs or MAX_NUM_SEQS[platform],
+        max_model_len=config.max_model_len or model.max_model_len,
+        vocab_rows=model.vocab_rows,
+        dtype=jnp.dtype(dtype),
+    )
+
+
+def _max_step_tokens(config: EngineConfig, num_slots: int, mesh: Mesh) -> int:
+    tokens = config.max_num_batched_tokens or max(MAX_STEP_TOKENS[_platform(mesh)], 2 * num_slots)
+    if tokens < 2 * num_slots:
+        raise ConfigError(
+            f"max_num_batched_tokens is {tokens}, less than twice max_num_seqs {num_slots}: a step must hold a row of "
+            "every sequence and leave room for prompts"
+        )
+    return tokens
+
+
+def _size_pool(config: EngineConfig, builder: StepBuilder, params: Params, largest: Bucket) -> StepBuilder:
+    """The builder with the pages that fit, and with a context that they can hold."""
+    shape = builder.shape
+    if config.num_pages is None:
+        temp_bytes = 0
+        if _platform(builder.mesh) == "gpu":
+            compiled = compile_lowered(lower_step(builder, params, largest), "gpu")
+            temp_bytes = compiled.memory_analysis().temp_size_in_bytes
+        used = cache.slot_bytes(shape) + num_bytes(builder.model.specs, shape.dtype) // builder.mesh.size
+        pages = cache.pool_pages(shape, builder.mesh, used_bytes=used, temp_bytes=temp_bytes)
+        shape = dataclasses.replace(shape, num_pages=pages)
+    shape = dataclasses.replace(shape, max_model_len=min(shape.max_model_len, shape.num_pages * shape.page_size))
+    return dataclasses.replace(builder, shape=shape)
+
+
+def _max_mixed_tokens(config: EngineConfig, buckets: list[Bucket], times_ms: Mapping[Bucket, float], mesh: Mesh) -> int:
+    """Tokens of a step that has decode rows: as many as keep it within max_step_ms, by measurement on a GPU."""
+    least = 2 * max(bucket.rows for bucket in buckets)
+    if _platform(mesh) == "cpu":
+        return min(max(MIXED_TOKENS_ON_CPU, least), buckets[-1].tokens)
+    quick = [b.tokens for b in buckets if not b.decode and times_ms[b] <= config.max_step_ms]
+    return min(max([least, *quick]), buckets[-1].tokens)
+
+
+def engine_command(config: EngineConfig, *, show_progress: bool) -> list[str]:
+    """The program that `EngineProcess` runs: this file, in an interpreter of its own."""
+    return [sys.executable, "-m", __name__, msgspec.json.encode(config).decode(), str(int(show_progress))]
+
+
+def main(config_json: str, show_progress: str, fd: str) -> None:
+    """The engine's process; see `engine_command`."""
+    config = msgspec.json.decode(config_json, type=EngineConfig)
+    engine_main(int(fd), lambda: build_engine(config, show_progress=bool(int(show_progress))))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

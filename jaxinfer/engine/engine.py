@@ -1,0 +1,62 @@
+"""The step loop: plan, launch, then read the step before. Owns the scheduler and the runner, and joins nothing else."""
+
+from __future__ import annotations
+
+from jaxinfer.runner.runner import InFlight, ModelRunner
+from jaxinfer.scheduler.scheduler import Scheduler
+from jaxinfer.types import EngineInfo, EngineStats, Request, TokenEvent
+
+
+class Engine:
+    """A model that runs requests. Not thread-safe: one thread calls it."""
+
+    def __init__(self, runner: ModelRunner, scheduler: Scheduler, info: EngineInfo):
+        self.info = info
+        self._runner = runner
+        self._scheduler = scheduler
+        self._in_flight: InFlight | None = None
+        self._num_steps = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has anything to do."""
+        return self._in_flight is not None or self._scheduler.has_work
+
+    def submit(self, request: Request) -> None:
+        """Queues a request. Raises QueueFull, or InvalidRequest for one that can never run."""
+        self._scheduler.submit(request)
+
+    def abort(self, request_id: str) -> TokenEvent | None:
+        """Ends a request and frees its pages at once. None if it is not running or waiting."""
+        return self._scheduler.abort(request_id)
+
+    def step(self) -> list[TokenEvent]:
+        """Launches the next step, then waits for the one before it and returns what that one did."""
+        plan = self._scheduler.next_plan()
+        launched = self._runner.launch(plan) if plan is not None else None
+        finished, self._in_flight = self._in_flight, launched
+        if plan is not None:
+            self._num_steps += 1
+        return [] if finished is None else self._scheduler.apply(self._runner.collect(finished))
+
+    def stats(self) -> EngineStats:
+        """A snapshot. When nothing runs, it also checks that every page is accounted for."""
+        s = self._scheduler
+        if not self.has_work:
+            s.check_integrity()
+        return EngineStats(
+            num_running=s.num_running,
+            num_waiting=s.num_waiting,
+            num_pages_used=self.info.num_pages - s.pool.num_free,
+            num_pages=self.info.num_pages,
+            prompt_tokens=s.prompt_tokens,
+            generation_tokens=s.generation_tokens,
+            num_preemptions=s.num_preemptions,
+            num_steps=self._num_steps,
+            compilations_after_ready=self._runner.compilations_after_ready,
+        )
+
+    def close(self) -> None:
+        """Gives up the device's memory."""
+        self._in_flight = None
+        self._runner.close()

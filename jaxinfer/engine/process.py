@@ -1,0 +1,254 @@
+"""The engine in a process of its own, so that HTTP and text never hold up a step, and the channel to it."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import multiprocessing
+import multiprocessing.connection
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import AsyncIterator, Callable, Sequence
+
+import msgspec
+
+from jaxinfer.engine.engine import Engine
+from jaxinfer.types import EngineDead, EngineInfo, EngineStats, FinishReason, QueueFull, Request, TokenEvent
+
+CLOSE_TIMEOUT_S = 10.0
+"""The engine's process may take this long to end before it is killed."""
+STATS_TIMEOUT_S = 10.0
+"""A step may take this long before a question about the engine goes unanswered."""
+
+
+class Submit(msgspec.Struct, tag=True):
+    request: Request
+
+
+class Abort(msgspec.Struct, tag=True):
+    request_id: str
+
+
+class GetStats(msgspec.Struct, tag=True):
+    pass
+
+
+class Stop(msgspec.Struct, tag=True):
+    pass
+
+
+class Ready(msgspec.Struct, tag=True):
+    info: EngineInfo
+
+
+class Events(msgspec.Struct, tag=True):
+    events: list[TokenEvent]
+
+
+class Stats(msgspec.Struct, tag=True):
+    stats: EngineStats
+
+
+class Failed(msgspec.Struct, tag=True):
+    reason: str
+
+
+ToEngine = Submit | Abort | GetStats | Stop
+FromEngine = Ready | Events | Stats | Failed
+Connection = multiprocessing.connection.Connection
+encode = msgspec.msgpack.encode
+decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
+decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode
+
+
+def engine_main(fd: int, build: Callable[[], Engine]) -> None:
+    """The engine's process: builds it, then steps while there is work, until the channel on socket `fd` closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the front end decides when to stop; the channel's end says so
+    connection = Connection(fd)
+    try:
+        engine = build()
+        connection.send_bytes(encode(Ready(engine.info)))
+        _step_loop(connection, engine)
+    except (BrokenPipeError, ConnectionResetError, EOFError):
+        return
+    except Exception as error:
+        traceback.print_exc()
+        connection.send_bytes(encode(Failed(f"{type(error).__name__}: {error}")))
+        sys.exit(1)
+
+
+def _step_loop(connection: Connection, engine: Engine) -> None:
+    inbox: queue.SimpleQueue[ToEngine | None] = queue.SimpleQueue()
+
+    def receive() -> None:
+        try:
+            while True:
+                inbox.put(decode_to_engine(connection.recv_bytes()))
+        except (EOFError, OSError):
+            inbox.put(None)
+
+    threading.Thread(target=receive, daemon=True).start()
+    while True:
+        while not (engine.has_work and inbox.empty()):
+            message = inbox.get()
+            if message is None or isinstance(message, Stop):
+                return
+            if reply := _handle(engine, message):
+                connection.send_bytes(encode(reply))
+        if events := engine.step():
+            connection.send_bytes(encode(Events(events)))
+
+
+def _handle(engine: Engine, message: ToEngine) -> FromEngine | None:
+    match message:
+        case Submit(request):
+            try:
+                engine.submit(request)
+            except (QueueFull, ValueError) as error:
+                refused = isinstance(error, QueueFull)
+                reason = FinishReason.ERROR
+                return Events(
+                    [TokenEvent(request_id=request.request_id, finish_reason=reason, error=str(error), refused=refused)]
+                )
+        case Abort(request_id):
+            if event := engine.abort(request_id):
+                return Events([event])
+        case GetStats():
+            return Stats(engine.stats())
+    return None
+
+
+class EngineProcess:
+    """The front end's side: an EngineHandle. Made in any thread, then used from one event loop."""
+
+    def __init__(self, command: Sequence[str]):
+        """Starts `command` and waits until it is ready: a program that calls `engine_main` with its last argument.
+
+        A program of its own, because multiprocessing would run the caller's script again. EngineDead if it fails.
+        """
+        self._connection, theirs = multiprocessing.Pipe()
+        with theirs:
+            fd = theirs.fileno()
+            self._process = subprocess.Popen([*command, str(fd)], pass_fds=[fd], stdin=subprocess.DEVNULL)
+        self._failure: str | None = None
+        self._closing = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._streams: dict[str, asyncio.Queue[TokenEvent | None]] = {}
+        self._asked: collections.deque[asyncio.Future[EngineStats]] = collections.deque()
+        try:
+            first = self._receive()
+        except BaseException:  # an interrupt while it loads must not leave it behind
+            self._process.kill()
+            raise
+        if not isinstance(first, Ready):
+            self.close()
+            raise EngineDead(self._failure or "the engine's process sent no readiness")
+        self._info = first.info
+        self._reader = threading.Thread(target=self._read, name="jaxinfer-engine-reader", daemon=True)
+        self._reader.start()
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._info
+
+    @property
+    def failure(self) -> str | None:
+        return self._failure
+
+    @property
+    def pid(self) -> int:
+        """Process id of the engine."""
+        return self._process.pid
+
+    async def generate(self, request: Request) -> AsyncIterator[TokenEvent]:
+        """Runs a request; see EngineHandle."""
+        self._loop = asyncio.get_running_loop()
+        stream = self._streams[request.request_id] = asyncio.Queue()
+        finished = False
+        try:
+            self._send(Submit(request))
+            while not finished:
+                event = await stream.get()
+                if event is None:
+                    raise EngineDead(self._failure or "the engine stopped")
+                if event.refused:
+                    raise QueueFull(event.error)
+                finished = event.finish_reason is not None
+                yield event
+        finally:
+            del self._streams[request.request_id]
+            if not finished and self._failure is None:
+                self._send(Abort(request.request_id))
+
+    async def stats(self) -> EngineStats:
+        """A snapshot of the engine. EngineDead if it has stopped; TimeoutError if a step takes too long."""
+        self._loop = asyncio.get_running_loop()
+        answer = self._loop.create_future()
+        self._asked.append(answer)
+        self._send(GetStats())
+        return await asyncio.wait_for(answer, STATS_TIMEOUT_S)
+
+    def close(self) -> None:
+        """Ends the engine's process. Requests still running raise EngineDead."""
+        self._closing = True
+        with contextlib.suppress(OSError):
+            self._connection.send_bytes(encode(Stop()))
+        try:
+            self._process.wait(CLOSE_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _send(self, message: ToEngine) -> None:
+        if self._failure is not None:
+            raise EngineDead(self._failure)
+        try:
+            self._connection.send_bytes(encode(message))
+        except OSError as error:
+            raise EngineDead(self._failure or f"the engine's process is gone: {error}") from error
+
+    def _receive(self) -> FromEngine | None:
+        """The next message; None, with `failure` set, when there will be no more."""
+        try:
+            message = decode_from_engine(self._connection.recv_bytes())
+        except (EOFError, OSError):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(CLOSE_TIMEOUT_S)
+            stopped = "the engine was shut down" if self._closing else "the engine's process ended"
+            self._failure = self._failure or f"{stopped} (exit code {self._process.returncode})"
+            return None
+        if isinstance(message, Failed):
+            self._failure = message.reason
+            return None
+        return message
+
+    def _read(self) -> None:
+        while message := self._receive():
+            if self._loop is not None:
+                self._loop.call_soon_threadsafe(self._deliver, message)
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._end_streams)
+
+    def _deliver(self, message: FromEngine) -> None:
+        match message:
+            case Events(events):
+                for event in events:
+                    if stream := self._streams.get(event.request_id):
+                        stream.put_nowait(event)
+            case Stats(stats):
+                answer = self._asked.popleft()
+                if not answer.done():
+                    answer.set_result(stats)
+
+    def _end_streams(self) -> None:
+        for stream in self._streams.values():
+            stream.put_nowait(None)
+        while self._asked:
+            answer = self._asked.popleft()
+            if not answer.done():
+                answer.set_exception(EngineDead(self._failure or "the engine stopped"))

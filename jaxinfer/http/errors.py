@@ -1,0 +1,74 @@
+"""Failures as HTTP sees them: the status, the headers and the one JSON shape that every error body has."""
+
+from __future__ import annotations
+
+import logging
+from typing import NamedTuple
+
+import msgspec
+
+from jaxinfer.types import EngineDead, InvalidRequest, QueueFull
+
+logger = logging.getLogger(__name__)
+
+RETRY_AFTER_S = 1
+"""What an overloaded server tells clients to wait."""
+
+
+class HttpError(Exception):
+    """A refusal that has an HTTP status of its own, such as an unknown route or model."""
+
+    def __init__(self, status: int, message: str, *, code: str, param: str | None = None, headers: dict | None = None):
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.param = param
+        self.headers = headers or {}
+
+
+class RequestFailed(RuntimeError):
+    """The engine failed this one request; others go on."""
+
+
+class ShuttingDown(RuntimeError):
+    """The server stopped before the request was done."""
+
+
+class ClientGone(Exception):
+    """The client closed its connection; nobody reads a reply any more."""
+
+
+class Problem(NamedTuple):
+    status: int
+    headers: dict[str, str]
+    body: bytes  # {"error": {message, type, param, code}}
+
+
+def problem(error: BaseException) -> Problem:
+    """What a client is told of `error`. An error that nothing here foresaw is logged, and told without its details."""
+    retry = {"Retry-After": str(RETRY_AFTER_S)}
+    match error:
+        case HttpError():
+            kind = "server_error" if error.status >= 500 else "invalid_request_error"
+            return _problem(error.status, str(error), kind, error.param, error.code, error.headers)
+        case InvalidRequest():
+            return _problem(400, str(error), "invalid_request_error", error.param, error.code)
+        case QueueFull():
+            return _problem(
+                503, str(error) or "the waiting queue is full", "overloaded_error", None, "queue_full", retry
+            )
+        case ShuttingDown():
+            return _problem(503, str(error), "server_error", None, "shutting_down", retry)
+        case EngineDead():
+            return _problem(500, f"the engine stopped: {error}", "server_error", None, "engine_dead")
+        case RequestFailed():
+            return _problem(500, str(error), "server_error", None, "engine_error")
+    logger.error("unforeseen error in a request", exc_info=error)
+    return _problem(500, f"internal error ({type(error).__name__})", "server_error", None, "internal_error")
+
+
+def _problem(
+    status: int, message: str, kind: str, param: str | None, code: str, headers: dict[str, str] | None = None
+) -> Problem:
+    error = {"message": message, "type": kind, "param": param, "code": code}
+    return Problem(status, headers or {}, msgspec.json.encode({"error": error}))

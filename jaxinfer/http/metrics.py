@@ -1,0 +1,153 @@
+"""Prometheus metrics: what requests took, counted here, and what the engine says of itself, asked for at each scrape.
+
+Observations sit on the path of every token, so a histogram is a list of integers that is turned into Prometheus' own
+form only when scraped. Every metric has a `jaxinfer:` name and, for dashboards made for vLLM, that engine's name.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from jaxinfer.types import EngineStats, FinishReason
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+PREFIXES = ("jaxinfer:", "vllm:")
+
+# Upper bounds in seconds, those of vLLM, so that its dashboards' quantiles stay comparable.
+TTFT_BOUNDS = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
+    *(20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+TOKEN_BOUNDS = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0),
+    *(7.5, 10.0, 20.0, 40.0, 80.0),
+)
+REQUEST_BOUNDS = (
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0),
+    *(960.0, 1920.0, 7680.0),
+)
+
+
+class Histogram:
+    """Counts of observations by upper bound, in seconds."""
+
+    def __init__(self, bounds_s: tuple[float, ...]):
+        self._bounds_s = bounds_s
+        self._counts = [0] * (len(bounds_s) + 1)
+        self._sum_s = 0.0
+
+    def observe(self, value_s: float, count: int = 1) -> None:
+        """Adds `count` observations of `value_s` each."""
+        self._counts[bisect.bisect_left(self._bounds_s, value_s)] += count
+        self._sum_s += value_s * count
+
+    def family(self, name: str, text: str, labels: dict[str, str]) -> Metric:
+        buckets, total = [], 0
+        for bound, count in zip((*map(str, self._bounds_s), "+Inf"), self._counts, strict=True):
+            total += count
+            buckets.append((bound, total))
+        family = HistogramMetricFamily(name, text, labels=list(labels))
+        family.add_metric(list(labels.values()), buckets, self._sum_s)
+        return family
+
+
+@dataclasses.dataclass(slots=True)
+class SequenceTimer:
+    """The times of one choice, from the arrival of its request (tokenising included); one monotonic clock."""
+
+    metrics: ServerMetrics
+    arrival_s: float
+    last_s: float | None = None
+    finished: bool = False
+
+    def tokens(self, count: int, now_s: float) -> None:
+        if self.last_s is None:
+            self.metrics.first_token.observe(now_s - self.arrival_s)
+        else:
+            self.metrics.between_tokens.observe((now_s - self.last_s) / count, count)
+        self.last_s = now_s
+
+    def finish(self, reason: FinishReason, now_s: float) -> None:
+        """Counts the end of the choice, once: what comes after the first call is ignored."""
+        if self.finished:
+            return
+        self.finished = True
+        self.metrics.finished[reason] += 1
+        if reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self.metrics.whole_request.observe(now_s - self.arrival_s)
+
+
+class ServerMetrics(Collector):
+    """The metrics of one server, in a registry of their own."""
+
+    def __init__(self, model: str):
+        self._labels = {"model_name": model, "engine": "0"}
+        self.engine = EngineStats()  # as of the last scrape
+        self.first_token = Histogram(TTFT_BOUNDS)
+        self.between_tokens = Histogram(TOKEN_BOUNDS)
+        self.whole_request = Histogram(REQUEST_BOUNDS)
+        self.finished = dict.fromkeys(FinishReason, 0)
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+
+    def render(self) -> bytes:
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Metric]:
+        for prefix in PREFIXES:
+            yield from self._gauges(prefix)
+            yield from self._counters(prefix)
+            yield from self._histograms(prefix)
+
+    def _gauges(self, prefix: str) -> Iterator[Metric]:
+        engine = self.engine
+        used = engine.num_pages_used / engine.num_pages if engine.num_pages else 0.0
+        for name, text, value in (
+            ("num_requests_running", "Sequences that hold a slot.", engine.num_running),
+            ("num_requests_waiting", "Sequences that wait for a slot.", engine.num_waiting),
+            ("kv_cache_usage_perc", "Share of the pages of the KV cache in use; 1 is all.", used),
+        ):
+            family = GaugeMetricFamily(prefix + name, text, labels=list(self._labels))
+            family.add_metric(list(self._labels.values()), value)
+            yield family
+
+    def _counters(self, prefix: str) -> Iterator[Metric]:
+        engine = self.engine
+        counters = [
+            ("prompt_tokens", "Prompt tokens of admitted requests.", engine.prompt_tokens),
+            ("generation_tokens", "Tokens generated.", engine.generation_tokens),
+            ("num_preemptions", "Sequences that lost their pages and were computed again.", engine.num_preemptions),
+        ]
+        if prefix == "jaxinfer:":
+            counters += [
+                ("steps", "Steps of the engine.", engine.num_steps),
+                (
+                    "xla_compilations_after_ready",
+                    "Compilations since the server was ready; more than 0 is a fault.",
+                    engine.compilations_after_ready,
+                ),
+            ]
+        for name, text, value in counters:
+            family = CounterMetricFamily(prefix + name, text, labels=list(self._labels))
+            family.add_metric(list(self._labels.values()), value)
+            yield family
+        family = CounterMetricFamily(
+            prefix + "request_success", "Sequences that ended, by reason.", labels=[*self._labels, "finished_reason"]
+        )
+        for reason, count in self.finished.items():
+            family.add_metric([*self._labels.values(), reason], count)
+        yield family
+
+    def _histograms(self, prefix: str) -> Iterator[Metric]:
+        for name, text, histogram in (
+            ("time_to_first_token_seconds", "From arrival to the first token.", self.first_token),
+            ("inter_token_latency_seconds", "From token to token.", self.between_tokens),
+            ("e2e_request_latency_seconds", "From arrival to the end; not of aborted or failed.", self.whole_request),
+        ):
+            yield histogram.family(prefix + name, text, self._labels)

@@ -1,0 +1,281 @@
+"""Request bodies of the OpenAI API: their schemas, and what they ask for in the words of `jaxinfer.types`.
+
+Every field is honoured or refused: an unknown one is an error that names it, and so is a value that cannot be met.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, ClassVar, NoReturn
+
+import msgspec
+
+from jaxinfer.types import MAX_LOGPROBS, InvalidRequest, SamplingParams
+
+DEFAULT_COMPLETION_TOKENS = 16
+"""max_tokens of /v1/completions where the client gives none, as OpenAI has it. Chat takes what the context leaves."""
+MAX_N = 128
+"""Most choices per prompt (the limit of the OpenAI API)."""
+MAX_CHOICES = 1024
+"""Most choices of one request, over all of its prompts: each one is a request to the engine."""
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+"""Roles that a client may use, and what a chat template is told: most know no developer and would skip the turn."""
+RESERVED_TEMPLATE_NAMES = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message", "self"})
+"""Template variables that other fields of the request set."""
+
+Prompt = str | list[int]
+
+
+class _Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
+    pass
+
+
+class StreamOptions(_Body, kw_only=True, frozen=True):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class _Generation(_Body, kw_only=True, frozen=True):
+    """What both endpoints take. None is what OpenAI's clients send for "not given"."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    logit_bias: dict[str, float] | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    user: str | None = None  # names the end user to the provider; it changes nothing in a reply
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+
+    def check(self) -> None:
+        """Raises InvalidRequest for what the schema cannot say."""
+        if self.stream_options is not None and not self.stream:
+            _refuse("stream_options", "stream_options needs stream: true")
+        if self.continuous_usage and not self.include_usage:
+            _refuse("stream_options", "continuous_usage_stats needs include_usage: true")
+        if self.n is not None and self.n > MAX_N:
+            _refuse("n", f"n is {self.n}; at most {MAX_N} choices per prompt are supported")
+
+    def sampling(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+        return SamplingParams(
+            n=_or(self.n, 1),
+            max_tokens=max_tokens,
+            min_tokens=_or(self.min_tokens, 0),
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            frequency_penalty=_or(self.frequency_penalty, 0.0),
+            presence_penalty=_or(self.presence_penalty, 0.0),
+            seed=self.seed,
+            logit_bias=_token_biases(self.logit_bias),
+            stop=_or(self.stop, ()),
+            stop_token_ids=_or(self.stop_token_ids, ()),
+            ignore_eos=bool(self.ignore_eos),
+            logprobs=logprobs,
+            include_stop_str_in_output=bool(self.include_stop_str_in_output),
+            skip_special_tokens=_or(self.skip_special_tokens, True),
+        )
+
+
+class CompletionRequest(_Generation, kw_only=True, frozen=True):
+    prompt: str | list[str | int | list[int]]
+    suffix: str | None = None
+    best_of: int | None = None
+    echo: bool | None = None
+    logprobs: int | None = None
+
+    id_prefix: ClassVar[str] = "cmpl-"
+
+    def check(self) -> None:
+        super().check()
+        if self.suffix:
+            _refuse("suffix", "suffix is not supported: the model completes at the end of the prompt")
+        n = _or(self.n, 1)
+        if self.best_of is not None and self.best_of != n:
+            _refuse("best_of", f"best_of is {self.best_of}, n is {n}; only best_of equal to n is supported")
+        if self.max_tokens == 0 and not self.echo:
+            _refuse("max_tokens", "max_tokens is 0; it must be at least 1, unless echo returns the prompt")
+        if self.echo and self.logprobs is not None:
+            _refuse("logprobs", "logprobs with echo is not supported: log-probabilities of a prompt are not computed")
+        if (num_choices := len(self.prompts()) * n) > MAX_CHOICES:
+            _refuse("prompt", f"{num_choices} choices were asked for; one request may have {MAX_CHOICES}")
+
+    def prompts(self) -> list[Prompt]:
+        """The prompts, each a non-empty string or a non-empty list of token ids."""
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            prompts: list[Any] = [prompt]
+        elif all(isinstance(item, int) for item in prompt):
+            prompts = [prompt]
+        elif all(isinstance(item, str) for item in prompt) or all(isinstance(item, list) for item in prompt):
+            prompts = prompt
+        else:
+            _refuse(
+                "prompt", "prompt mixes strings, token ids and lists; give one string, strings, ids or lists of ids"
+            )
+        if not all(prompts):
+            _refuse("prompt", "prompt is empty; give at least one character or token id")
+        return prompts
+
+    def to_sampling(self) -> SamplingParams:
+        return self.sampling(_or(self.max_tokens, DEFAULT_COMPLETION_TOKENS), self.logprobs)
+
+
+class TextPart(_Body, kw_only=True, frozen=True):
+    type: str
+    text: str | None = None
+
+
+class Message(_Body, kw_only=True, frozen=True):
+    """A turn of the conversation. The fields below `name` are those with which clients send back an earlier reply."""
+
+    role: str
+    content: str | list[msgspec.Raw] | None = None
+    name: str | None = None
+    refusal: str | None = None
+    annotations: list[Any] | None = None
+    audio: Any = None
+    function_call: Any = None
+    tool_calls: list[Any] | None = None
+    tool_call_id: str | None = None
+
+    def to_template(self, path: str) -> dict[str, str]:
+        """The message as a chat template reads it. `path` says where in the body it stands."""
+        if self.role not in ROLES:
+            _refuse(f"{path}.role", f"{path}.role is {self.role!r}; supported: {', '.join(ROLES)}")
+        for name in ("refusal", "annotations", "audio", "function_call", "tool_calls", "tool_call_id"):
+            if getattr(self, name):
+                _refuse(f"{path}.{name}", f"{path}.{name} is not supported")
+        if self.content is None:
+            _refuse(f"{path}.content", f"{path}.content is missing")
+        content = self.content
+        if not isinstance(content, str):
+            content = "".join(_text_of_part(part, f"{path}.content[{i}]") for i, part in enumerate(content))
+        return {"role": ROLES[self.role], "content": content} | ({"name": self.name} if self.name else {})
+
+
+class ChatRequest(_Generation, kw_only=True, frozen=True):
+    messages: list[Message]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    response_format: dict[str, Any] | None = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+
+    id_prefix: ClassVar[str] = "chatcmpl-"
+
+    def check(self) -> None:
+        super().check()
+        for name in ("max_tokens", "max_completion_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                _refuse(name, f"{name} is {value}; it must be at least 1")
+        if self.top_logprobs is not None and not self.logprobs:
+            _refuse("top_logprobs", "top_logprobs needs logprobs: true")
+        if self.top_logprobs is not None and not 0 <= self.top_logprobs <= MAX_LOGPROBS:
+            _refuse("top_logprobs", f"top_logprobs is {self.top_logprobs}; it must be from 0 to {MAX_LOGPROBS}")
+        for name in RESERVED_TEMPLATE_NAMES & (self.chat_template_kwargs or {}).keys():
+            _refuse("chat_template_kwargs", f"chat_template_kwargs has {name!r}, which cannot be set there")
+        if not self.messages:
+            _refuse("messages", "messages is empty; give at least one message")
+        if self.tools:
+            _refuse("tools", "tools is not supported; an empty list is accepted")
+        if self.tool_choice not in (None, "none"):
+            _refuse("tool_choice", "tool_choice is not supported; 'none' is accepted")
+        if self.response_format is not None and self.response_format != {"type": "text"}:
+            _refuse("response_format", "response_format is not supported; {'type': 'text'} is accepted")
+
+    def template_messages(self) -> list[dict[str, str]]:
+        return [message.to_template(f"messages[{i}]") for i, message in enumerate(self.messages)]
+
+    def to_sampling(self) -> SamplingParams:
+        limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        return self.sampling(limit, _or(self.top_logprobs, 0) if self.logprobs else None)
+
+
+_decoders: Mapping[type, msgspec.json.Decoder] = {
+    kind: msgspec.json.Decoder(kind) for kind in (CompletionRequest, ChatRequest)
+}
+_part_decoder = msgspec.json.Decoder(TextPart)
+_PLACE = re.compile(r" - at `\$\.?(?P<path>[^`]*)`$")
+_NAMED_FIELD = re.compile(r"Object (?:contains unknown|missing required) field `(?P<name>[^`]*)`")
+
+
+def decode[Kind: _Generation](kind: type[Kind], body: bytes) -> Kind:
+    """The request that `body` holds, checked. Raises InvalidRequest that names the field at fault."""
+    try:
+        request = _decoders[kind].decode(body)
+    except msgspec.ValidationError as error:
+        raise _schema_error(str(error)) from None
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise InvalidRequest(f"the body is not valid JSON: {error}", code="invalid_json") from None
+    request.check()
+    return request
+
+
+def _schema_error(message: str, path: str = "") -> InvalidRequest:
+    """msgspec's complaint as ours: the field at fault becomes `param`, its place in the body starts the message."""
+    if place := _PLACE.search(message):
+        message, path = message[: place.start()], ".".join(filter(None, (path, place["path"])))
+    if named := _NAMED_FIELD.match(message):
+        param = ".".join(filter(None, (path, named["name"])))
+        known = "is missing" if "missing" in message else "is not a supported field"
+        return InvalidRequest(f"{param} {known}", param=param, code="invalid_field")
+    message = message.replace("`", "").replace("Expected", "expected", 1)
+    return InvalidRequest(f"{path or 'the body'}: {message}", param=path or None, code="invalid_type")
+
+
+def _text_of_part(raw: msgspec.Raw, path: str) -> str:
+    kind = msgspec.json.decode(raw)
+    if isinstance(kind, dict) and isinstance(kind.get("type"), str) and kind["type"] != "text":
+        _refuse(f"{path}.type", f"{path}.type is {kind['type']!r}; only text parts are supported")
+    try:
+        part = _part_decoder.decode(raw)
+    except msgspec.ValidationError as error:
+        raise _schema_error(str(error), path) from None
+    if part.text is None:
+        _refuse(f"{path}.text", f"{path}.text is missing")
+    return part.text
+
+
+def _token_biases(biases: Mapping[str, float] | None) -> dict[int, float]:
+    for token in biases or {}:
+        if not (token.isascii() and token.isdecimal()):
+            _refuse("logit_bias", f"logit_bias has the key {token!r}; keys are token ids")
+    return {int(token): bias for token, bias in (biases or {}).items()}
+
+
+def _or(value: Any, default: Any) -> Any:
+    return default if value is None else value
+
+
+def _refuse(param: str, message: str) -> NoReturn:
+    raise InvalidRequest(message, param=param)

@@ -1,0 +1,112 @@
+"""From a request body to the sequences that the engine runs for it."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import Any
+
+from jaxinfer.config import ServerConfig
+from jaxinfer.http import openai
+from jaxinfer.http.errors import HttpError
+from jaxinfer.http.metrics import SequenceTimer, ServerMetrics
+from jaxinfer.http.replies import ReplyHead
+from jaxinfer.http.streams import Choice, Generation
+from jaxinfer.text.chat_template import ChatTemplate
+from jaxinfer.text.output import OutputStream
+from jaxinfer.text.requests import lower
+from jaxinfer.text.tokenizer import Tokenizer
+from jaxinfer.types import EngineHandle, InvalidRequest, SamplingParams
+
+
+class PromptMaker:
+    """Renders, tokenises and checks. Holds no state of a request, so that several threads may use one."""
+
+    def __init__(
+        self,
+        engine: EngineHandle,
+        tokenizer: Tokenizer | None,
+        chat_template: ChatTemplate | None,
+        config: ServerConfig,
+    ):
+        self._info = engine.info
+        self._tokenizer = tokenizer
+        self._chat_template = chat_template
+        self._template_kwargs: dict[str, Any] = dict(config.chat_template_kwargs)
+        self.model_names = tuple(config.served_model_names) or (engine.info.model,)
+
+    def model_name(self, asked: str | None) -> str:
+        """The name to report; raises HttpError 404 for a model that is not served."""
+        if asked is None:
+            return self.model_names[0]
+        if asked not in self.model_names:
+            message = f"the model {asked!r} is not served here; served: {', '.join(self.model_names)}"
+            raise HttpError(404, message, code="model_not_found", param="model")
+        return asked
+
+    def generation(
+        self,
+        request: openai.CompletionRequest | openai.ChatRequest,
+        reply_id: str,
+        metrics: ServerMetrics,
+        arrival_s: float,
+    ) -> Generation:
+        """Raises InvalidRequest, or HttpError for an unknown model."""
+        model = self.model_name(request.model)
+        sampling = request.to_sampling()
+        chat = isinstance(request, openai.ChatRequest)
+        prompts = [self._chat_ids(request)] if chat else [self._ids(prompt) for prompt in request.prompts()]
+        echoes = [""] if chat else self._echoes(request, prompts, sampling)
+        choices: list[Choice] = []
+        for number, (ids, echo) in enumerate(zip(prompts, echoes, strict=True)):
+            for sequence in lower(ids, _at_least_one(sampling), self._info, self._tokenizer, f"{reply_id}-{number}"):
+                output = OutputStream(self._tokenizer, ids, sampling)
+                timer = SequenceTimer(metrics, arrival_s)
+                runs = None if sampling.max_tokens == 0 else sequence
+                choices.append(Choice(len(choices), runs, output, timer, echo))
+        return Generation(
+            head=ReplyHead(reply_id, int(time.time()), model, chat),
+            choices=choices,
+            prompt_tokens=sum(map(len, prompts)),
+            logprobs=sampling.logprobs is not None,
+            stream=bool(request.stream),
+            include_usage=request.include_usage,
+            continuous_usage=request.continuous_usage,
+        )
+
+    def _ids(self, prompt: openai.Prompt) -> list[int]:
+        if not isinstance(prompt, str):
+            return prompt
+        if self._tokenizer is None:
+            raise InvalidRequest("the model has no tokenizer; give the prompt as token ids", param="prompt")
+        return self._tokenizer.encode(prompt, add_special_tokens=True)
+
+    def _chat_ids(self, request: openai.ChatRequest) -> list[int]:
+        if self._tokenizer is None or self._chat_template is None:
+            raise InvalidRequest("the model has no chat template; use /v1/completions", param="messages")
+        text = self._chat_template.render(
+            request.template_messages(),
+            add_generation_prompt=request.add_generation_prompt is not False,
+            **(self._template_kwargs | (request.chat_template_kwargs or {})),
+        )
+        return self._tokenizer.encode(text, add_special_tokens=False)  # the template writes its own
+
+    def _echoes(
+        self, request: openai.CompletionRequest, prompt_ids: list[list[int]], sampling: SamplingParams
+    ) -> list[str]:
+        if not request.echo:
+            return [""] * len(prompt_ids)
+        tokenizer = self._tokenizer
+        if tokenizer is None:
+            raise InvalidRequest("the model has no tokenizer, so there is no text to echo", param="echo")
+        return [
+            prompt
+            if isinstance(prompt, str)
+            else tokenizer.decode(prompt, skip_special_tokens=sampling.skip_special_tokens)
+            for prompt in request.prompts()
+        ]
+
+
+def _at_least_one(sampling: SamplingParams) -> SamplingParams:
+    """With max_tokens 0 nothing runs, but the prompt is checked like any other."""
+    return dataclasses.replace(sampling, max_tokens=1, min_tokens=0) if sampling.max_tokens == 0 else sampling

@@ -1,0 +1,39 @@
+"""Llama 3.x, SmolLM2 and every other `LlamaForCausalLM`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxinfer.models.decoder import DecoderConfig
+from jaxinfer.models.hf_config import HfConfig
+
+
+def sizes(config: HfConfig, *, head_width: int | None = None, **traits: Any) -> DecoderConfig:
+    """What every dense decoder reads alike; `traits` are the fields that set the family members apart."""
+    hidden, heads = config.size("hidden_size"), config.size("num_attention_heads")
+    kv_heads = config.size("num_key_value_heads", heads)
+    width = head_width or config.size("head_dim", hidden // heads)
+    positions = config.size("max_position_embeddings")
+    if heads % kv_heads:
+        config.problem(f"num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
+    config.only("hidden_act", "silu")
+    return DecoderConfig(
+        num_layers=config.size("num_hidden_layers"),
+        hidden=hidden,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_width=width,
+        mlp_width=config.size("intermediate_size"),
+        vocab_rows=config.size("vocab_size"),
+        max_model_len=positions,
+        norm_eps=config.get("rms_norm_eps", 1e-6),
+        rope=config.rope(width, positions),
+        tied_head=config.get("tie_word_embeddings", False),
+        **traits,
+    )
+
+
+def decoder(config: HfConfig) -> DecoderConfig:
+    """`attention_bias` is on all four projections, `mlp_bias` on all three."""
+    bias = config.get("attention_bias", False)
+    return sizes(config, qkv_bias=bias, out_bias=bias, mlp_bias=config.get("mlp_bias", False))

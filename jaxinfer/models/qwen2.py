@@ -1,0 +1,22 @@
+"""Qwen2 and Qwen2.5: Llama with a bias on q, k and v, and optional sliding windows on the upper layers."""
+
+from __future__ import annotations
+
+from jaxinfer.models import llama
+from jaxinfer.models.decoder import DecoderConfig
+from jaxinfer.models.hf_config import HfConfig
+
+
+def windows(config: HfConfig) -> tuple[int | None, ...] | None:
+    """Sliding windows by layer: only with `use_sliding_window`, and only from layer `max_window_layers` on."""
+    if not config.get("use_sliding_window", False):
+        return None
+    num_layers, window = config.size("num_hidden_layers"), config.size("sliding_window")
+    if kinds := config.get("layer_types"):
+        return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    first = config.get("max_window_layers", 0)
+    return tuple(window if layer >= first else None for layer in range(num_layers))
+
+
+def decoder(config: HfConfig) -> DecoderConfig:
+    return llama.sizes(config, qkv_bias=True, windows=windows(config))

@@ -1,0 +1,118 @@
+"""Device state: KV pages, and a row of everything else for each slot. All of it is donated to a step and returned."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Mapping
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxinfer.models.model import CacheShape
+from jaxinfer.runner import inputs
+from jaxinfer.sharding import rules
+
+CPU_POOL_BYTES = 2**30
+"""Largest KV cache on a CPU unless told otherwise: 23,000 tokens of SmolLM2-135M in float32."""
+GPU_RESERVE_BYTES = 2**30
+"""Left free in XLA's pool for fragmentation and results. Captured graphs live outside that pool."""
+
+
+class PoolError(ValueError):
+    """The memory does not hold a KV cache that could serve a single request."""
+
+
+@flax.struct.dataclass
+class DeviceState:
+    """N slots, and slot N for rows that pad a bucket; page 0 likewise takes writes of padding. V vocabulary rows."""
+
+    k_pages: jax.Array  # [L, P, S, K, E]
+    v_pages: jax.Array  # [L, P, S, K, E]
+    page_table: jax.Array  # [N + 1, W] int32
+    last_token: jax.Array  # [N + 1] int32: the token that the slot's next decode row computes
+    sampling: jax.Array  # [N + 1, inputs.SAMPLING_FIELDS] int32: a request's parameters, floats by their bits
+    output_counts: jax.Array  # [N + 1, V] int32: occurrences in the output, for slots with penalties
+    in_prompt: jax.Array  # [N + 1, V] bool: whether the prompt holds the token, for slots with penalties
+    logit_bias: jax.Array  # [N + 1, V] float32, for slots with a bias
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StateShape:
+    """The sizes that fix every array of DeviceState."""
+
+    cache: CacheShape
+    num_pages: int  # that sequences may own; the pool has one more
+    page_size: int
+    num_slots: int
+    max_model_len: int
+    vocab_rows: int
+    dtype: jnp.dtype
+
+    @property
+    def table_width(self) -> int:
+        return -(-self.max_model_len // self.page_size)
+
+    def abstract(self, mesh: Mesh, axis_rules: Mapping[str, str]) -> DeviceState:
+        """Shapes, dtypes and shardings, with no memory behind them."""
+        c, rows = self.cache, self.num_slots + 1
+        pool_axes = ("layers", "pages", None, "kv_heads", None)
+        pool = (c.num_layers, self.num_pages + 1, self.page_size, c.num_kv_heads, c.head_width)
+
+        def array(shape, dtype, axes=()) -> jax.ShapeDtypeStruct:
+            sharding = NamedSharding(mesh, rules.partition(axes, axis_rules) if axes else PartitionSpec())
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+        return DeviceState(
+            k_pages=array(pool, self.dtype, pool_axes),
+            v_pages=array(pool, self.dtype, pool_axes),
+            page_table=array((rows, self.table_width), jnp.int32),
+            last_token=array((rows,), jnp.int32),
+            sampling=array((rows, inputs.SAMPLING_FIELDS), jnp.int32),
+            output_counts=array((rows, self.vocab_rows), jnp.int32),
+            in_prompt=array((rows, self.vocab_rows), jnp.bool_),
+            logit_bias=array((rows, self.vocab_rows), jnp.float32),
+        )
+
+
+def zeros(abstract: DeviceState) -> DeviceState:
+    """The state of an engine that has run nothing, made on the devices."""
+    return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype, device=a.sharding), abstract)
+
+
+def token_bytes(cache: CacheShape, dtype: jnp.dtype) -> int:
+    """Bytes of KV cache that one token takes over all layers and devices."""
+    return 2 * cache.num_layers * cache.num_kv_heads * cache.head_width * jnp.dtype(dtype).itemsize
+
+
+def slot_bytes(shape: StateShape) -> int:
+    """Bytes of everything but the KV pages."""
+    per_token = sum(jnp.dtype(t).itemsize for t in (jnp.int32, jnp.bool_, jnp.float32))
+    per_slot = 4 * (shape.table_width + 1 + inputs.SAMPLING_FIELDS) + per_token * shape.vocab_rows
+    return (shape.num_slots + 1) * per_slot
+
+
+def pool_pages(shape: StateShape, mesh: Mesh, *, used_bytes: int, temp_bytes: int) -> int:
+    """Pages that fit beside the weights and the temporaries of the largest step; all in bytes of one device.
+
+    used_bytes: weights and slot state. PoolError if not even one page fits.
+    """
+    device = mesh.devices.flat[0]
+    page_bytes = token_bytes(shape.cache, shape.dtype) * shape.page_size // mesh.size
+    enough = shape.num_slots * shape.table_width  # every slot at its full length
+    if device.platform == "cpu":
+        available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else math.inf
+        budget = min(CPU_POOL_BYTES, available / 2)
+    else:
+        limit = device.memory_stats()["bytes_limit"]
+        budget = limit - GPU_RESERVE_BYTES - used_bytes - temp_bytes
+    pages = min(enough, int(budget // page_bytes) - 1)
+    if pages < 1:
+        raise PoolError(
+            f"no room for a KV cache: {budget / 2**20:.0f} MiB are left beside {used_bytes / 2**20:.0f} MiB of weights "
+            f"and {temp_bytes / 2**20:.0f} MiB of temporaries, and a page takes {page_bytes / 2**20:.2f} MiB"
+        )
+    return pages

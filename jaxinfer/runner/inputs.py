@@ -1,0 +1,149 @@
+"""A step's inputs: one int32 vector that the host fills and the device takes apart. Its layout is said here, once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxinfer.runner.buckets import Bucket
+from jaxinfer.scheduler.plan import PrefillChunk, StepPlan
+from jaxinfer.types import MAX_LOGIT_BIAS, MAX_STOP_IDS, Request
+
+FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
+INTS = ("top_k", "seed_low", "seed_high", "has_penalties", "has_bias", "wants_logprobs", "no_stop_before")
+SAMPLING_FIELDS = len(FLOATS) + len(INTS) + MAX_STOP_IDS
+"""int32 fields of one request's sampling parameters: FLOATS by their bits, INTS, then stop ids (-1: none)."""
+ROW_FIELDS = 5 + SAMPLING_FIELDS
+"""Fields of a row of a mixed step: slot, query_len, context_len, samples, has_sampling, then the sampling fields."""
+
+
+class StepInputs(NamedTuple):
+    """What a step reads besides the state. T tokens, R rows, U page updates; padding rows have slot N and length 0."""
+
+    slot: jax.Array  # [R]
+    query_len: jax.Array  # [R] tokens
+    context_len: jax.Array  # [R] tokens in the cache before the step
+    samples: jax.Array  # [R] bool: whether the row's last token is followed by a sampled one
+    tokens: jax.Array | None  # [T] ids; -1: the slot's last token. None: that holds for all
+    sampling: tuple[jax.Array, jax.Array] | None  # slots [R] (N: unchanged) and their new fields [R, SAMPLING_FIELDS]
+    page_updates: jax.Array  # [U, 3]: slot, index in its page table, page (0: no update)
+
+
+def has_penalties(request: Request) -> bool:
+    """Whether the request's slot needs counts of its tokens."""
+    return request.repetition_penalty != 1 or request.frequency_penalty != 0 or request.presence_penalty != 0
+
+
+def sampling_fields(request: Request, prompt_len: int) -> np.ndarray:
+    """[SAMPLING_FIELDS] int32."""
+    ints = {
+        "top_k": request.top_k,
+        "seed_low": request.seed & 0xFFFFFFFF,
+        "seed_high": request.seed >> 32 & 0xFFFFFFFF,
+        "has_penalties": has_penalties(request),
+        "has_bias": bool(request.logit_bias),
+        "wants_logprobs": request.logprobs is not None,
+        "no_stop_before": prompt_len + request.min_tokens if request.min_tokens else 0,
+    }
+    floats = np.array([getattr(request, name) for name in FLOATS], np.float32)
+    stops = np.full(MAX_STOP_IDS, -1, np.int32)
+    stops[: len(request.stop_ids)] = request.stop_ids
+    whole = np.array([ints[name] for name in INTS], np.int64).astype(np.uint32).view(np.int32)
+    return np.concatenate([floats.view(np.int32), whole, stops])
+
+
+def num_page_updates(bucket: Bucket, page_size: int) -> int:
+    """Most pages that the rows of a step can begin: a chunk of n tokens begins at most n / S + 1."""
+    return bucket.tokens // page_size + bucket.rows
+
+
+def packed_size(bucket: Bucket, page_size: int) -> int:
+    """Length of the vector for a bucket."""
+    if bucket.decode:
+        return 3 * bucket.rows
+    return bucket.rows * ROW_FIELDS + bucket.tokens + 3 * num_page_updates(bucket, page_size)
+
+
+def pack(plan: StepPlan, bucket: Bucket, *, page_size: int, num_slots: int) -> np.ndarray:
+    """The vector of a plan, padded to its bucket."""
+    if bucket.decode:
+        rows = np.full((bucket.rows, 3), (num_slots, 0, 0), np.int32)
+        if plan.decodes:
+            rows[: len(plan.decodes)] = [(row.slot, row.position, row.new_page or 0) for row in plan.decodes]
+        return rows.reshape(-1)
+    rows = np.zeros((bucket.rows, ROW_FIELDS), np.int32)
+    rows[:, 0] = num_slots
+    tokens = np.zeros(bucket.tokens, np.int32)
+    updates: list[tuple[int, int, int]] = []
+    for i, row in enumerate(plan.decodes):
+        rows[i, :5] = (row.slot, 1, row.position, 1, 0)
+        tokens[i] = -1
+        if row.new_page:
+            updates.append((row.slot, row.position // page_size, row.new_page))
+    start = len(plan.decodes)
+    for i, chunk in enumerate(plan.prefills, start):
+        _pack_chunk(chunk, rows[i])
+        tokens[start : start + len(chunk.token_ids)] = chunk.token_ids
+        start += len(chunk.token_ids)
+        updates += ((chunk.slot, index, page) for index, page in enumerate(chunk.new_pages, chunk.first_new_page))
+    pages = np.zeros((num_page_updates(bucket, page_size), 3), np.int32)
+    if updates:
+        pages[: len(updates)] = updates
+    return np.concatenate([rows.reshape(-1), tokens, pages.reshape(-1)])
+
+
+def _pack_chunk(chunk: PrefillChunk, row: np.ndarray) -> None:
+    row[:5] = (chunk.slot, len(chunk.token_ids), chunk.start, chunk.samples, 1)
+    row[5:] = sampling_fields(chunk.request, chunk.prompt_len)
+
+
+def unpack(packed: jax.Array, bucket: Bucket, *, page_size: int, num_slots: int) -> StepInputs:
+    """Takes the vector apart, inside the step."""
+    if bucket.decode:
+        slot, position, page = packed.reshape(bucket.rows, 3).T
+        real = slot < num_slots
+        updates = jnp.stack([slot, position // page_size, page], axis=1)
+        return StepInputs(slot, real.astype(jnp.int32), position, real, None, None, updates)
+    num_fields = bucket.rows * ROW_FIELDS
+    rows = packed[:num_fields].reshape(bucket.rows, ROW_FIELDS)
+    tokens = packed[num_fields : num_fields + bucket.tokens]
+    updates = packed[num_fields + bucket.tokens :].reshape(-1, 3)
+    slot, query_len, context_len, samples, has_sampling = rows[:, :5].T
+    sampling = (jnp.where(has_sampling > 0, slot, num_slots), rows[:, 5:])
+    return StepInputs(slot, query_len, context_len, samples > 0, tokens, sampling, updates)
+
+
+class SlotHistory(NamedTuple):
+    """What a slot with penalties or a bias needs once, when a request gets it."""
+
+    slot: jax.Array  # scalar
+    tokens: jax.Array  # [max_model_len] known tokens
+    is_prompt: jax.Array  # [max_model_len] bool
+    is_output: jax.Array  # [max_model_len] bool
+    bias_ids: jax.Array  # [MAX_LOGIT_BIAS]; the vocabulary's size where unused
+    bias: jax.Array  # [MAX_LOGIT_BIAS] float32
+
+
+def pack_history(chunk: PrefillChunk, *, max_model_len: int, vocab_rows: int) -> np.ndarray:
+    """The vector for the slot of a chunk that begins an admission."""
+    history = chunk.history or ()
+    tokens = np.zeros(max_model_len, np.int32)
+    tokens[: len(history)] = history
+    bias: Mapping[int, float] = chunk.request.logit_bias
+    ids, values = np.full(MAX_LOGIT_BIAS, vocab_rows, np.int32), np.zeros(MAX_LOGIT_BIAS, np.float32)
+    ids[: len(bias)], values[: len(bias)] = list(bias), list(bias.values())
+    head = np.array([chunk.slot, chunk.prompt_len, len(history)], np.int32)
+    return np.concatenate([head, tokens, ids, values.view(np.int32)])
+
+
+def unpack_history(packed: jax.Array, max_model_len: int) -> SlotHistory:
+    """Takes the vector apart, on the device."""
+    slot, prompt_len, known = packed[:3]
+    tokens, ids, bits = jnp.split(packed[3:], (max_model_len, max_model_len + MAX_LOGIT_BIAS))
+    index = jnp.arange(max_model_len)
+    bias = jax.lax.bitcast_convert_type(bits, jnp.float32)
+    return SlotHistory(slot, tokens, index < prompt_len, (index >= prompt_len) & (index < known), ids, bias)

@@ -1,0 +1,125 @@
+"""What is compiled: one step of the model for a bucket, and the setting up of a slot."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxinfer.models.model import Model
+from jaxinfer.params import Params
+from jaxinfer.runner import inputs, sampling
+from jaxinfer.runner.buckets import Bucket
+from jaxinfer.runner.cache import DeviceState, StateShape
+from jaxinfer.sharding import rules
+from pallas_kernels.paged_attention.api import PagedRows, paged_attention
+
+Step = Callable[[Params, DeviceState, jax.Array], tuple[DeviceState, jax.Array, sampling.Logprobs]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepBuilder:
+    """Makes the function of each bucket. On several devices each runs it on its shard, with visible sums."""
+
+    model: Model
+    shape: StateShape
+    vocab_size: int  # token ids from here on are padding, never sampled
+    mesh: Mesh
+    axis_rules: Mapping[str, str] = dataclasses.field(default_factory=lambda: rules.TENSOR_PARALLEL)
+
+    def step(self, bucket: Bucket) -> Step:
+        """(params, state, packed inputs) -> (state, sampled tokens [R], log-probabilities). The state is donated."""
+        tensor_axis = rules.TENSOR if self.mesh.size > 1 else None
+
+        def run(params: Params, state: DeviceState, packed: jax.Array):
+            step = inputs.unpack(packed, bucket, page_size=self.shape.page_size, num_slots=self.shape.num_slots)
+            return self._run(params, state, step, tensor_axis)
+
+        if tensor_axis is None:
+            return run
+        state_specs = jax.tree.map(lambda a: a.sharding.spec, self.shape.abstract(self.mesh, self.axis_rules))
+        replicated = PartitionSpec()
+        return jax.shard_map(
+            run,
+            mesh=self.mesh,
+            in_specs=(rules.partitions(self.model.specs, self.axis_rules), state_specs, replicated),
+            out_specs=(state_specs, replicated, replicated),
+            check_vma=False,
+        )
+
+    def set_up_slot(self, state: DeviceState, packed: jax.Array) -> DeviceState:
+        """Writes the token history and the bias of a request that has penalties or a bias. The state is donated."""
+        h = inputs.unpack_history(packed, self.shape.max_model_len)
+        counts = jnp.zeros(self.shape.vocab_rows, jnp.int32).at[h.tokens].add(h.is_output.astype(jnp.int32))
+        seen = jnp.zeros(self.shape.vocab_rows, jnp.bool_).at[h.tokens].max(h.is_prompt)
+        bias = jnp.zeros(self.shape.vocab_rows, jnp.float32).at[h.bias_ids].add(h.bias, mode="drop")
+        return state.replace(
+            output_counts=state.output_counts.at[h.slot].set(counts),
+            in_prompt=state.in_prompt.at[h.slot].set(seen),
+            logit_bias=state.logit_bias.at[h.slot].set(bias),
+        )
+
+    def _run(self, params: Params, state: DeviceState, step: inputs.StepInputs, tensor_axis: str | None):
+        state = self._update(state, step)
+        rows = self._rows(state, step)
+        tokens = state.last_token[step.slot[rows.token_row]]
+        if step.tokens is not None:
+            tokens = jnp.where(step.tokens < 0, tokens, step.tokens)
+        pools = jax.new_ref(state.k_pages), jax.new_ref(state.v_pages)
+        max_query_len = 1 if step.tokens is None else step.tokens.shape[0]
+
+        def attend(q, k, v, layer, *, scale, window):
+            return paged_attention(
+                q, (k, v), pools, layer, rows, scale=scale, max_query_len=max_query_len, window=window
+            )
+
+        hidden = self.model.forward(params, tokens, rows.token_position, attend, tensor_axis)
+        state = state.replace(k_pages=jax.freeze(pools[0]), v_pages=jax.freeze(pools[1]))
+        last = jnp.maximum(rows.query_start + rows.query_len - 1, 0)
+        logits = self.model.logits(params, hidden[last], tensor_axis)
+        return self._sample(state, step, logits)
+
+    def _update(self, state: DeviceState, step: inputs.StepInputs) -> DeviceState:
+        """Applies what the host changed: page tables and sampling parameters."""
+        slot, index, page = step.page_updates.T
+        index = jnp.where(page > 0, index, self.shape.table_width)  # out of range: dropped
+        state = state.replace(page_table=state.page_table.at[slot, index].set(page, mode="drop"))
+        if step.sampling is not None:
+            slots, fields = step.sampling
+            state = state.replace(sampling=state.sampling.at[slots].set(fields))
+        return state
+
+    def _rows(self, state: DeviceState, step: inputs.StepInputs) -> PagedRows:
+        ends = jnp.cumsum(step.query_len)
+        start = ends - step.query_len
+        if step.tokens is None:
+            start = row = jnp.arange(step.slot.shape[0])
+            real = step.query_len > 0
+        else:
+            token = jnp.arange(step.tokens.shape[0])
+            row = jnp.minimum(jnp.searchsorted(ends, token, side="right"), step.slot.shape[0] - 1)
+            real = token < ends[-1]
+        position = jnp.where(real, step.context_len[row] + (jnp.arange(row.shape[0]) - start[row]), 0)
+        table = state.page_table[step.slot]
+        page = jnp.where(real, table[row, position // self.shape.page_size], 0)
+        return PagedRows(table, start, step.query_len, step.context_len, row, position, page)
+
+    def _sample(self, state: DeviceState, step: inputs.StepInputs, logits: jax.Array):
+        """Samples for every row, and remembers the token in the slots of those that do sample."""
+        ids = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+        logits = jnp.where(ids < self.vocab_size, logits, -jnp.inf)
+        rows = sampling.SamplingRows.from_fields(state.sampling[step.slot])
+        history = sampling.TokenHistory(
+            *(a[step.slot] for a in (state.output_counts, state.in_prompt, state.logit_bias))
+        )
+        position = step.context_len + step.query_len
+        tokens, logprobs = sampling.sample(logits, rows, history, position, step.samples)
+        slot = jnp.where(step.samples, step.slot, self.shape.num_slots)
+        state = state.replace(
+            last_token=state.last_token.at[slot].set(tokens),
+            output_counts=state.output_counts.at[slot, tokens].add(1),
+        )
+        return state, tokens, logprobs

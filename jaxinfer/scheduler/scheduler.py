@@ -1,0 +1,306 @@
+"""Scheduler: decides what each step computes. Host integers only; it never pads and never waits.
+
+The engine makes plan n+1 before it reads the result of step n. Three things follow, and all of this file keeps to them.
+
+1. A decode row is planned for a token that is still on the device. Length limits are known ahead and never planned
+   past; a stop id is seen only in `apply`, when one more row of that sequence may be in flight. That row is wasted: its
+   result is dropped, because results are matched to the sequences that held the slots when the plan was made.
+2. Slots and pages are given back at once, even while a step in flight uses them. This is safe because the device runs
+   steps in the order of their plans: a page handed out in plan k is first written in step k, after every step that
+   knew its former owner has run, and plan k holds no row of that owner.
+3. A preempted sequence may have a token in flight. It takes the token while it waits, and is admitted only after that.
+   (With MAX_IN_FLIGHT plans the token has always come before the next plan is made; `_admit` looks all the same.)
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+from jaxinfer.config import ConfigError, SchedulerLimits
+from jaxinfer.scheduler.pages import PagePool
+from jaxinfer.scheduler.plan import DecodeRow, PrefillChunk, StepPlan, StepResult
+from jaxinfer.scheduler.sequence import Sequence
+from jaxinfer.types import InvalidRequest, QueueFull, Request, TokenEvent
+
+MAX_IN_FLIGHT = 2
+"""Plans whose results are not read yet: the step that runs and the one queued behind it."""
+
+
+class _Flight(NamedTuple):
+    """A plan whose result is not read yet."""
+
+    step: int
+    samplers: dict[int, Sequence]  # slot -> sequence that held it when the plan was made; rows that sample only
+
+
+class Scheduler:
+    """Owns the sequences, the slots and the pages. First come, first served; see `next_plan` for the policy."""
+
+    def __init__(self, limits: SchedulerLimits):
+        """Raises ConfigError if a step of decode rows alone could exceed its token limit."""
+        if limits.max_mixed_tokens < limits.max_num_seqs:
+            raise ConfigError(
+                f"max_mixed_tokens is {limits.max_mixed_tokens}, less than max_num_seqs {limits.max_num_seqs}: "
+                "a step must hold a row of every sequence"
+            )
+        if limits.max_step_tokens < 1:
+            raise ConfigError(f"max_step_tokens is {limits.max_step_tokens}; it must be at least 1")
+        self.limits = limits
+        self.pool = PagePool(limits.num_pages)
+        self.prompt_tokens = 0  # of admitted requests, each counted once
+        self.generation_tokens = 0  # read from the device and told to clients
+        self.num_preemptions = 0
+        self.num_steps = 0  # planned so far; the next plan's number
+        self._sequences: dict[str, Sequence] = {}  # by request id; running and waiting
+        self._running: list[Sequence] = []  # in the order of admission; only the last may be in prefill
+        self._waiting: deque[Sequence] = deque()  # preempted ones in front, in the order of their admission
+        self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))  # a stack: slot 0 is given out first
+        self._in_flight: deque[_Flight] = deque()
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Plans made and not applied; the engine applies them all, even when no sequence is left."""
+        return len(self._in_flight)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request is unfinished."""
+        return bool(self._sequences)
+
+    def submit(self, request: Request) -> None:
+        """Queues a request. Raises InvalidRequest for one that can never run, and QueueFull."""
+        limits = self.limits
+        prompt_len = len(request.prompt_ids)
+        if request.request_id in self._sequences:
+            raise InvalidRequest(
+                f"a request with id {request.request_id!r} is unfinished; ids must differ", param="request_id"
+            )
+        if prompt_len < 1:
+            raise InvalidRequest("the prompt has no tokens; give at least 1", param="prompt")
+        if request.max_tokens < 1:
+            raise InvalidRequest(f"max_tokens is {request.max_tokens}; it must be at least 1", param="max_tokens")
+        if prompt_len + 1 > limits.max_model_len:
+            raise InvalidRequest(
+                f"the prompt has {prompt_len} tokens; with 1 token of output that is more than the context of "
+                f"{limits.max_model_len}",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+        seq = Sequence(request, limits.max_model_len)
+        num_pages = self._num_pages(seq.max_computed)
+        if num_pages > limits.num_pages:
+            raise InvalidRequest(
+                f"{prompt_len} tokens of prompt and {seq.max_output} of output need {num_pages} pages "
+                f"of {limits.page_size} tokens; the cache has {limits.num_pages}",
+                param="max_tokens",
+                code="context_length_exceeded",
+            )
+        if len(self._waiting) >= limits.max_waiting:
+            raise QueueFull(f"{len(self._waiting)} requests wait already; the limit is {limits.max_waiting}")
+        self._sequences[request.request_id] = seq
+        self._waiting.append(seq)
+
+    def abort(self, request_id: str) -> TokenEvent | None:
+        """Ends a request now and frees what it holds. None, and nothing happens, if it is unknown or has finished."""
+        seq = self._sequences.get(request_id)
+        if seq is None:
+            return None
+        event = seq.cancel()
+        self._remove(seq)
+        return event
+
+    def next_plan(self) -> StepPlan | None:
+        """Plans one step, or returns None when there is nothing that can be planned before another `apply`.
+
+        Every sequence that decodes gets a row in every step. What is left of the token limit (`max_mixed_tokens` beside
+        decode rows, else `max_step_tokens`) goes to prompts, first come, first served, cut wherever the limit falls.
+        So only the last of the running sequences can be in the middle of its prompt.
+        """
+        if len(self._in_flight) >= MAX_IN_FLIGHT:
+            raise RuntimeError(f"{len(self._in_flight)} plans are in flight; apply one first")
+        samplers: dict[int, Sequence] = {}
+        decodes = self._plan_decodes(samplers)
+        prefills = self._plan_prefills(len(decodes), samplers)
+        if not decodes and not prefills:
+            return None
+        plan = StepPlan(self.num_steps, decodes, prefills)
+        self._in_flight.append(_Flight(self.num_steps, samplers))
+        self.num_steps += 1
+        return plan
+
+    def apply(self, result: StepResult) -> list[TokenEvent]:
+        """Takes in what a step sampled: one event for every sequence that got a token and had not ended before.
+
+        Results come in the order of the plans; raises RuntimeError for any other, or if a token is missing.
+        """
+        if not self._in_flight or self._in_flight[0].step != result.step:
+            expected = self._in_flight[0].step if self._in_flight else None
+            raise RuntimeError(f"the result is of step {result.step}, but the oldest plan in flight is {expected}")
+        token_ids, logprobs = result.token_ids, result.logprobs
+        events: list[TokenEvent] = []
+        for slot, seq in self._in_flight.popleft().samplers.items():
+            if seq.finished:
+                continue  # a wasted row: it ended after this step was planned
+            try:
+                token = token_ids[slot]
+            except KeyError:
+                raise RuntimeError(f"the result of step {result.step} has no token for slot {slot}") from None
+            events.append(seq.receive(token, logprobs.get(slot)))
+            if seq.finished:
+                self._remove(seq)
+        self.generation_tokens += len(events)
+        return events
+
+    def check_integrity(self) -> None:
+        """Raises PageError or RuntimeError unless pages, slots, queues and planned counts agree. O(pages + tokens)."""
+        self.pool.check_integrity(page for seq in self._running for page in seq.pages)
+        held = [seq.slot for seq in self._running]
+        if sorted([*self._free_slots, *(-1 if slot is None else slot for slot in held)]) != list(
+            range(self.limits.max_num_seqs)
+        ):
+            raise RuntimeError(f"slots {held} are held and {self._free_slots} free; each must be there once")
+        if {id(seq) for seq in self._sequences.values()} != {id(seq) for seq in (*self._running, *self._waiting)}:
+            raise RuntimeError("the sequences by id are not those that run or wait")
+        for seq in self._sequences.values():
+            self._check_sequence(seq)
+        for seq in self._running[:-1]:
+            if seq.num_computed < seq.prefill_end:
+                raise RuntimeError(f"{seq.request_id!r} is in prefill, and a later one runs")
+
+    def _check_sequence(self, seq: Sequence) -> None:
+        name, known, in_flight = seq.request_id, len(seq.tokens), seq.num_in_flight
+        rows = sum(other is seq for flight in self._in_flight for other in flight.samplers.values())
+        if rows != in_flight:
+            raise RuntimeError(f"{name!r} has {in_flight} tokens in flight, but {rows} rows of plans")
+        if seq.finished or known - seq.prompt_len + in_flight > seq.max_output:
+            raise RuntimeError(f"{name!r} has ended, or is planned past its {seq.max_output} tokens of output")
+        if seq.slot is None:
+            if seq.pages or seq.num_computed:
+                raise RuntimeError(f"{name!r} waits, but holds pages {seq.pages}")
+            return
+        covered = max(seq.num_computed, seq.prefill_end)
+        if len(seq.pages) != self._num_pages(covered):
+            raise RuntimeError(f"{name!r} holds {len(seq.pages)} pages for {covered} positions")
+        expected = known + in_flight - 1
+        if seq.num_computed != expected and not seq.num_computed < seq.prefill_end:
+            raise RuntimeError(f"{name!r} has {seq.num_computed} positions planned; its tokens say {expected}")
+
+    def _num_pages(self, num_positions: int) -> int:
+        return -(-num_positions // self.limits.page_size)
+
+    def _plan_decodes(self, samplers: dict[int, Sequence]) -> list[DecodeRow]:
+        """A row for every running sequence that has its prompt behind it and its length limit ahead."""
+        page_size = self.limits.page_size
+        rows: list[DecodeRow] = []
+        # Oldest first, so that a preempted sequence, always the youngest, has no row in this plan yet.
+        for seq in tuple(self._running):
+            if not seq.prefill_end <= seq.num_computed < seq.max_computed:
+                continue
+            slot = seq.slot
+            if slot is None:
+                break  # preempted for an older one, and so are all that follow
+            new_page = None
+            if seq.num_computed % page_size == 0:
+                new_page = self._take_page(seq)
+                if new_page is None:
+                    break
+            rows.append(seq.take_decode(new_page))
+            samplers[slot] = seq
+        return rows
+
+    def _take_page(self, seq: Sequence) -> int | None:
+        """A page for a decode row of `seq`. None: there was none, and `seq` itself was the youngest to give way.
+
+        The oldest sequence never gives way while another runs, and alone it fits (`submit` saw to that): so the oldest
+        always advances, and every sequence becomes the oldest in the end.
+        """
+        while not self.pool.num_free:
+            youngest = self._running[-1]
+            self._preempt(youngest)
+            if youngest is seq:
+                return None
+        return self.pool.alloc(1)[0]
+
+    def _preempt(self, seq: Sequence) -> None:
+        """Sends the youngest running sequence back to the front of the queue; its cache will be computed again."""
+        self._release(seq)
+        self._waiting.appendleft(seq)
+        self.num_preemptions += 1
+
+    def _plan_prefills(self, num_decodes: int, samplers: dict[int, Sequence]) -> list[PrefillChunk]:
+        """Chunks of known tokens: of the sequence in prefill, then of those newly admitted, while tokens are left."""
+        limits = self.limits
+        num_left = limits.max_mixed_tokens - num_decodes if num_decodes else limits.max_step_tokens
+        chunks: list[PrefillChunk] = []
+        seq = self._running[-1] if self._running else None
+        if seq is None or seq.num_computed >= seq.prefill_end:
+            seq = self._admit()
+        # There is a token left for it: it has no decode row, so there are fewer of these than max_mixed_tokens.
+        while seq is not None:
+            chunk = seq.take_chunk(num_left)
+            chunks.append(chunk)
+            if chunk.samples:
+                samplers[chunk.slot] = seq
+            num_left -= len(chunk.token_ids)
+            seq = self._admit() if num_left else None
+        return chunks
+
+    def _admit(self) -> Sequence | None:
+        """Gives the head of the queue a slot and the pages of its known tokens; None if it, and so all, have to wait.
+
+        If nothing runs, every page is free and nothing is kept for others, so the head is admitted.
+        """
+        if not self._waiting or not self._free_slots:
+            return None
+        seq = self._waiting[0]
+        known = len(seq.tokens)
+        with_first_decode = self._num_pages(min(known + 1, seq.max_computed))
+        num_spare = self.pool.num_free - with_first_decode
+        if seq.num_in_flight or num_spare < 0 or num_spare < self._num_pages_until_decode(known):
+            return None
+        self._waiting.popleft()
+        if not seq.was_admitted:
+            self.prompt_tokens += seq.prompt_len
+        seq.admit(self._free_slots.pop(), self.pool.alloc(self._num_pages(known)))
+        self._running.append(seq)
+        return seq
+
+    def _num_pages_until_decode(self, known: int) -> int:
+        """Most pages that the running sequences take before a newcomer of `known` tokens has its first decode row.
+
+        With these kept free, no admission is undone before it gave a token and had a decode row. Keeping fewer would compute prompts for
+        nothing; keeping a page for each running sequence would leave memory idle, since one in `page_size` takes a page
+        in a step. The first chunk has at least 1 token, later ones what the decode rows leave; nobody else is admitted
+        before the prompt is done. Sequences that end meanwhile only free pages.
+        """
+        per_step = min(self.limits.max_step_tokens, self.limits.max_mixed_tokens - len(self._running))
+        num_steps = -(-(known - 1) // per_step) + 1
+        page_size, total = self.limits.page_size, 0
+        for seq in self._running:
+            end = min(seq.num_computed + num_steps, seq.max_computed)
+            total += -(-end // page_size) - len(seq.pages)
+        return total
+
+    def _release(self, seq: Sequence) -> None:
+        """Frees slot and pages of a running sequence; safe while steps that use them are in flight (see the top)."""
+        assert seq.slot is not None
+        self._running.remove(seq)
+        self._free_slots.append(seq.slot)
+        self.pool.free(seq.release())
+
+    def _remove(self, seq: Sequence) -> None:
+        """Forgets a sequence that has ended, be it running or waiting."""
+        del self._sequences[seq.request_id]
+        if seq.slot is None:
+            self._waiting.remove(seq)
+        else:
+            self._release(seq)

@@ -1,0 +1,139 @@
+"""Sequence: the host side of one request. Only the Scheduler calls its methods, and only they change it."""
+
+from __future__ import annotations
+
+from jaxinfer.scheduler.plan import DecodeRow, PrefillChunk
+from jaxinfer.types import FinishReason, Request, TokenEvent, TokenLogprobs
+
+
+class Sequence:
+    """A request's tokens, its place on the device and how far it is planned.
+
+    A plan is made before the step before it is read, so what is planned runs ahead of what is known:
+
+    - `tokens`: the prompt, then the output tokens that the host has read;
+    - `num_in_flight`: output tokens that planned steps sample and the host has not read;
+    - `num_computed`: positions whose keys and values are in the cache once every planned step has run.
+
+    While prefilling, num_computed < prefill_end and nothing is in flight. From then on
+    num_computed = len(tokens) + num_in_flight - 1: the newest token is what the next decode row computes.
+    """
+
+    __slots__ = (
+        "finished",
+        "max_computed",
+        "max_output",
+        "min_len",
+        "num_computed",
+        "num_in_flight",
+        "num_logprobs",
+        "pages",
+        "prefill_end",
+        "prompt_len",
+        "request",
+        "request_id",
+        "slot",
+        "stop_ids",
+        "tokens",
+        "was_admitted",
+    )
+
+    def __init__(self, request: Request, max_model_len: int):
+        """`max_model_len`: tokens, prompt and output together."""
+        self.request = request
+        self.request_id = request.request_id
+        self.num_logprobs = request.logprobs  # alternatives per token; None: no log-probabilities at all
+        self.tokens = list(request.prompt_ids)
+        self.prompt_len = len(self.tokens)  # tokens
+        self.max_output = min(request.max_tokens, max_model_len - self.prompt_len)  # tokens
+        # Positions that are ever computed: the last output token is sampled, but nothing follows from it.
+        self.max_computed = self.prompt_len + self.max_output - 1
+        self.min_len = self.prompt_len + request.min_tokens  # a stop id ends the output from the token after these
+        self.stop_ids = frozenset(request.stop_ids)
+        self.slot: int | None = None  # None: waiting or finished
+        self.pages: list[int] = []  # page i holds positions i * page_size and up
+        self.num_computed = 0
+        self.prefill_end = 0  # tokens known at admission: positions below come from chunks, the others from decode rows
+        self.num_in_flight = 0
+        self.was_admitted = False
+        self.finished = False
+
+    def admit(self, slot: int, pages: list[int]) -> None:
+        """Gives it a slot and the pages of all its known tokens. Nothing may be in flight: every token is known."""
+        self.slot = slot
+        self.pages = pages
+        self.prefill_end = len(self.tokens)
+        self.was_admitted = True
+
+    def release(self) -> list[int]:
+        """Takes slot and pages away; the cache is as good as empty. Returns the pages, which are now the caller's."""
+        pages, self.pages = self.pages, []
+        self.slot = None
+        self.num_computed = 0
+        self.prefill_end = 0
+        return pages
+
+    def take_decode(self, new_page: int | None) -> DecodeRow:
+        """Plans one token more; `new_page` holds its position if no page of the sequence does."""
+        slot, position = self.slot, self.num_computed
+        assert slot is not None
+        if new_page is not None:
+            self.pages.append(new_page)
+        self.num_computed = position + 1
+        self.num_in_flight += 1
+        return DecodeRow(slot, position, new_page, self.num_logprobs is not None)
+
+    def take_chunk(self, max_tokens: int) -> PrefillChunk:
+        """Plans the next known tokens, `max_tokens` at most. The first chunk carries all pages and the history."""
+        slot, start = self.slot, self.num_computed
+        assert slot is not None
+        end = min(start + max_tokens, self.prefill_end)
+        samples = end == self.prefill_end
+        self.num_computed = end
+        self.num_in_flight += samples
+        first = start == 0
+        return PrefillChunk(
+            slot=slot,
+            start=start,
+            token_ids=self.tokens[start:end],
+            new_pages=tuple(self.pages) if first else (),
+            first_new_page=0 if first else len(self.pages),
+            samples=samples,
+            request=self.request,
+            prompt_len=self.prompt_len,
+            history=tuple(self.tokens) if first else None,
+        )
+
+    def receive(self, token: int, logprobs: TokenLogprobs | None) -> TokenEvent:
+        """Takes in one sampled token and says what it did; `finished` is set when it was the last.
+
+        Output token number k, counted from 1, ends the output if it is a stop id and k > min_tokens: so min_tokens
+        tokens come out before a stop id, which is a further one. The device masks stop ids while fewer than min_tokens
+        tokens are out, that is for k <= min_tokens; if one comes all the same, it is an ordinary token.
+        A stop id counts as STOP even where the length limit falls on the same token.
+        """
+        tokens = self.tokens
+        tokens.append(token)
+        self.num_in_flight -= 1
+        tops = None if self.num_logprobs is None else self._cut(logprobs)
+        if token in self.stop_ids and len(tokens) > self.min_len:
+            reason, stop_id = FinishReason.STOP, token
+        elif len(tokens) > self.max_computed:
+            reason, stop_id = FinishReason.LENGTH, None
+        else:  # nearly always, so it names no field that keeps its default
+            return TokenEvent(request_id=self.request_id, token_ids=(token,), logprobs=tops)
+        self.finished = True
+        return TokenEvent(
+            request_id=self.request_id, token_ids=(token,), logprobs=tops, finish_reason=reason, stop_id=stop_id
+        )
+
+    def _cut(self, logprobs: TokenLogprobs | None) -> tuple[TokenLogprobs]:
+        """The device gives as many alternatives as any request may ask for; this one's share of them."""
+        if logprobs is None:
+            raise RuntimeError(f"{self.request_id!r} asked for log-probabilities, but the result of its step has none")
+        return (TokenLogprobs(logprobs.logprob, logprobs.top[: self.num_logprobs]),)
+
+    def cancel(self) -> TokenEvent:
+        """Ends it without a token; rows that are in flight for it count no more."""
+        self.finished = True
+        return TokenEvent(request_id=self.request_id, finish_reason=FinishReason.ABORT)

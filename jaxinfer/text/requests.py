@@ -1,0 +1,151 @@
+"""From what a user asks to what the engine runs: defaults applied, limits checked, one request per sample."""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+from collections.abc import Mapping, Sequence
+
+from jaxinfer.text.tokenizer import Tokenizer
+from jaxinfer.types import MAX_STOP_IDS, EngineInfo, InvalidRequest, Request, SamplingParams
+
+BUILT_IN_DEFAULTS: Mapping[str, float] = {
+    "temperature": 1.0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+}
+"""Where neither the request nor the model's generation_config says anything."""
+
+_MASK64 = 2**64 - 1
+
+
+def lower(
+    prompt_ids: Sequence[int],
+    sampling: SamplingParams,
+    info: EngineInfo,
+    tokenizer: Tokenizer | None,
+    request_id: str,
+) -> list[Request]:
+    """One engine request per sample, named `request_id-0`, `request_id-1`, ...
+
+    `max_tokens` is a cap: it is cut to what the context leaves after the prompt. Raises InvalidRequest, with the name
+    of the parameter, for whatever the engine could not honour.
+    """
+    prompt = tuple(prompt_ids)
+    _check_prompt(prompt, info)
+    resolved = _resolve(sampling, info.sampling_defaults)
+    max_tokens = _max_tokens(len(prompt), sampling, info)
+    if sampling.stop and tokenizer is None:
+        raise InvalidRequest(
+            "stop needs a tokenizer, and the model has none; stop_token_ids works without one", param="stop"
+        )
+    _check_ids(sampling.logit_bias, "logit_bias", info)
+    _check_ids(sampling.stop_token_ids, "stop_token_ids", info)
+    stop_ids = _stop_ids(sampling, info, tokenizer)
+    seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
+    first = Request(
+        request_id=f"{request_id}-0",
+        prompt_ids=prompt,
+        max_tokens=max_tokens,
+        min_tokens=sampling.min_tokens,
+        temperature=resolved["temperature"],
+        top_k=_top_k(resolved["top_k"], info.vocab_size),
+        top_p=resolved["top_p"],
+        min_p=resolved["min_p"],
+        repetition_penalty=resolved["repetition_penalty"],
+        frequency_penalty=sampling.frequency_penalty,
+        presence_penalty=sampling.presence_penalty,
+        seed=sample_seed(seed, 0),
+        logit_bias=dict(sampling.logit_bias),
+        stop_ids=stop_ids,
+        logprobs=sampling.logprobs,
+    )
+    return [
+        dataclasses.replace(first, request_id=f"{request_id}-{j}", seed=sample_seed(seed, j)) for j in range(sampling.n)
+    ]
+
+
+def special_stops(stops: Sequence[str], tokenizer: Tokenizer | None) -> dict[int, str]:
+    """Stop strings that are the text of one added token, by its id: such a token may show no text to match.
+
+    The token's id then ends the output. The string is matched in the text all the same: ordinary tokens can spell it.
+    """
+    if tokenizer is None:
+        return {}
+    return {id: stop for stop in stops if (id := tokenizer.special_id(stop)) is not None}
+
+
+def sample_seed(seed: int, sample: int) -> int:
+    """The 64-bit seed of one of a request's samples: neighbouring seeds and samples share nothing visible."""
+    return _mix64(_mix64(seed & _MASK64) + sample)
+
+
+def _mix64(x: int) -> int:
+    """The SplitMix64 generator's output for state x: a bijection of 64-bit integers (Steele, Lea, Flood, 2014)."""
+    x = (x + 0x9E3779B97F4A7C15) & _MASK64
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return x ^ (x >> 31)
+
+
+def _check_prompt(prompt: Sequence[int], info: EngineInfo) -> None:
+    if not prompt:
+        raise InvalidRequest("prompt is empty; it must have at least one token", param="prompt")
+    _check_ids(prompt, "prompt", info)
+    if len(prompt) >= info.max_model_len:
+        # At the limit itself the two numbers are equal, and only the rest says why.
+        raise InvalidRequest(
+            f"prompt has {len(prompt)} tokens; the limit is {info.max_model_len} tokens, prompt and output together, "
+            "and at least one is for the output",
+            param="prompt",
+            code="context_length_exceeded",
+        )
+
+
+def _check_ids(ids: Sequence[int] | Mapping[int, float], param: str, info: EngineInfo) -> None:
+    if ids and not (min(ids) >= 0 and max(ids) < info.vocab_size):
+        wrong = next(id for id in ids if not 0 <= id < info.vocab_size)
+        raise InvalidRequest(
+            f"{param} has token id {wrong}; the vocabulary has ids 0 to {info.vocab_size - 1}", param=param
+        )
+
+
+def _max_tokens(prompt_len: int, sampling: SamplingParams, info: EngineInfo) -> int:
+    if sampling.max_tokens == 0:
+        raise InvalidRequest("max_tokens is 0; a generation has at least 1 token", param="max_tokens")
+    room = info.max_model_len - prompt_len
+    max_tokens = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
+    if sampling.min_tokens > max_tokens:
+        raise InvalidRequest(
+            f"min_tokens is {sampling.min_tokens}; after a prompt of {prompt_len} tokens the context of "
+            f"{info.max_model_len} tokens leaves {room}",
+            param="min_tokens",
+        )
+    return max_tokens
+
+
+def _resolve(sampling: SamplingParams, model_defaults: Mapping[str, float]) -> dict[str, float]:
+    def resolve(name: str) -> float:
+        asked = getattr(sampling, name)
+        return model_defaults.get(name, BUILT_IN_DEFAULTS[name]) if asked is None else asked
+
+    return {name: resolve(name) for name in BUILT_IN_DEFAULTS}
+
+
+def _top_k(top_k: float, vocab_size: int) -> int:
+    return int(top_k) if 0 < top_k < vocab_size else 0
+
+
+def _stop_ids(sampling: SamplingParams, info: EngineInfo, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    eos_ids = () if sampling.ignore_eos else info.eos_ids
+    special = [id for id in special_stops(sampling.stop, tokenizer) if id < info.vocab_size]
+    stop_ids = tuple(dict.fromkeys([*eos_ids, *sampling.stop_token_ids, *special]))
+    if len(stop_ids) > MAX_STOP_IDS:
+        raise InvalidRequest(
+            f"{len(stop_ids)} token ids would end the output ({len(eos_ids)} of them the model's own); "
+            f"at most {MAX_STOP_IDS} are supported",
+            param="stop" if len(special) > len(sampling.stop_token_ids) else "stop_token_ids",
+        )
+    return stop_ids

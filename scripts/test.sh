@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# Lint, format and tests, on the CPU.
+#
+#   bash scripts/test.sh [pytest arguments]         all but what is marked long or gpu
+#   bash scripts/test.sh --all [pytest arguments]   what is marked long (minutes: clients, meshes)
+#
+#   JAXINFER_TEST_ASSETS   folder with assets/ for the tests that need it; ../shared where that exists. Without it they skip.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+marks="not (long or gpu)"
+if [[ ${1:-} == --all ]]; then
+  shift
+  marks="long and not gpu"
+fi
+if [[ -z ${JAXINFER_TEST_ASSETS:-} && -d ../shared ]]; then
+  JAXINFER_TEST_ASSETS=$(cd ../shared && pwd)
+  export JAXINFER_TEST_ASSETS
+fi
+
+bash scripts/setup.sh test
+.venv/bin/ruff check
+.venv/bin/ruff format --check
+
+# loadfile: the tests of a file run in one worker, so that an engine that a file compiles once for all of its tests is
+# compiled once. loadscope would part the classes of a file, and the default spreads its tests over all workers.
+export JAX_PLATFORMS=cpu
+exec .venv/bin/python -m pytest -m "$marks" -n "$(getconf _NPROCESSORS_ONLN)" --dist loadfile "$@"

@@ -1,0 +1,153 @@
+"""A server on a real socket, with an engine whose behaviour each test sets."""
+
+import dataclasses
+import json
+import time
+
+import httpx
+import openai
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+
+from jaxinfer.config import ServerConfig
+from jaxinfer.http.run import ServerThread, bind
+from jaxinfer.http.server import create_app
+from jaxinfer.text.chat_template import ChatTemplate
+from jaxinfer.text.tokenizer import Tokenizer
+from tests.http.fake_engine import FakeEngine
+
+CORPUS = ["the cat sat on the mat", "Hello world! ABC DEF", "café für 한국어"] * 4
+TEMPLATE = (
+    "{% if messages[0].role == 'assistant' %}{{ raise_exception('the user must speak first') }}{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{{ prefix | default('') }}{% endif %}"
+)
+MODEL = "models/fake"
+
+
+def make_tokenizer():
+    """Byte-level BPE whose post-processor puts a beginning-of-sequence token in front."""
+    library = tokenizers.Tokenizer(models.BPE())
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    special = ["<|bos|>", "<|eos|>", "<|im_start|>", "<|im_end|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320, initial_alphabet=alphabet, special_tokens=special, show_progress=False
+    )
+    library.train_from_iterator(CORPUS, trainer)
+    library.post_processor = processors.TemplateProcessing(single="<|bos|> $A", special_tokens=[("<|bos|>", 0)])
+    config = {"bos_token": "<|bos|>", "eos_token": "<|eos|>", "chat_template": TEMPLATE}
+    return Tokenizer(library.to_str(), config), config
+
+
+class Server:
+    """The server under test, and short ways to ask it."""
+
+    def __init__(self, engine, tokenizer, template, config=ServerConfig(port=0), **limits):  # noqa: B008
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.app = create_app(engine, tokenizer, template, config)
+        self.thread = ServerThread(self.app, bind("127.0.0.1", 0), **limits).start()
+        self.url = self.thread.url
+        self.http = httpx.Client(base_url=self.url, timeout=10)
+        self.openai = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=10)
+
+    def close(self):
+        self.openai.close()
+        self.http.close()
+        self.thread.shutdown()
+
+    @property
+    def frontend(self):
+        return self.app.state.frontend
+
+    def complete(self, **body):
+        return self.http.post("/v1/completions", json={"prompt": "Hello", "temperature": 0} | body)
+
+    def chat(self, **body):
+        messages = [{"role": "user", "content": "Hello"}]
+        return self.http.post("/v1/chat/completions", json={"messages": messages, "temperature": 0} | body)
+
+    def events(self, reply):
+        """The events of a streamed reply as objects, [DONE] as a string; checks the framing of each."""
+        assert reply.text.endswith("\n\n")
+        lines = reply.text.removesuffix("\n\n").split("\n\n")
+        assert all(line.startswith("data: ") and "\n" not in line for line in lines)
+        payloads = [line.removeprefix("data: ") for line in lines]
+        return [payload if payload == "[DONE]" else json.loads(payload) for payload in payloads]
+
+    def stream_complete(self, **body):
+        return self.events(self.complete(stream=True, **body))
+
+    def stream_chat(self, **body):
+        return self.events(self.chat(stream=True, **body))
+
+    def metrics(self):
+        return self.http.get("/metrics").text
+
+
+def wait_for(condition, limit_s=5.0):
+    end = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < end, f"still not so after {limit_s} s"
+        time.sleep(0.003)
+
+
+@pytest.fixture(scope="session")
+def text_parts():
+    tokenizer, config = make_tokenizer()
+    return tokenizer, ChatTemplate.from_config(config)
+
+
+@pytest.fixture(scope="session")
+def shared_server(text_parts):
+    tokenizer, template = text_parts
+    server = Server(FakeEngine(tokenizer), tokenizer, template, grace_s=0.2)
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def server(shared_server):
+    """A server whose engine is as new; do not kill it, others use it too."""
+    engine = shared_server.engine
+    for setting in dataclasses.fields(engine):
+        if setting.default is not dataclasses.MISSING and not setting.name.startswith("num_"):
+            setattr(engine, setting.name, setting.default)
+    engine.requests.clear()
+    engine.cancelled.clear()
+    engine.gate.set()
+    yield shared_server
+    engine.gate.set()
+    wait_for(lambda: not engine.running and not len(shared_server.frontend.open_requests))
+
+
+@pytest.fixture
+def engine(server):
+    return server.engine
+
+
+@pytest.fixture
+def own_server(text_parts):
+    """Makes servers for one test alone, which may kill their engines."""
+    tokenizer, template = text_parts
+    made = []
+
+    def make(*, with_tokenizer=True, with_template=True, config=ServerConfig(port=0), **settings):  # noqa: B008
+        limits = {name: settings.pop(name) for name in ("grace_s", "failure_grace_s") if name in settings}
+        made.append(
+            Server(
+                FakeEngine(tokenizer, **settings),
+                tokenizer if with_tokenizer else None,
+                template if with_template else None,
+                config,
+                **({"grace_s": 0.2, "failure_grace_s": 0.2} | limits),
+            )
+        )
+        return made[-1]
+
+    yield make
+    for server in made:
+        server.close()

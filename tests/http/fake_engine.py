@@ -1,0 +1,148 @@
+"""An engine without a model: deterministic, and as slow, full or broken as a test wants it."""
+
+import asyncio
+import threading
+from dataclasses import dataclass, field
+
+from jaxinfer.types import (
+    EngineDead,
+    EngineInfo,
+    EngineStats,
+    FinishReason,
+    QueueFull,
+    TokenEvent,
+    TokenLogprobs,
+)
+
+MAX_MODEL_LEN = 64
+
+
+@dataclass
+class FakeEngine:
+    """Answers every prompt with the ids of `reply`, rotated by the seed unless greedy, over and over."""
+
+    tokenizer: object
+    reply: str = "the cat sat on the mat"
+    tokens_per_event: int = 1
+    step_s: float = 0.0
+    empty_first_event: bool = False
+    end_with_eos: bool = False
+    refuse: bool = False
+    """generate() raises QueueFull."""
+    refuse_by_event: bool = False
+    fail_after: int | None = None
+    """Tokens after which the request fails."""
+    die_after: int | None = None
+    fail_only: str | None = None
+    """The request id suffix that fail_after and refuse are limited to."""
+    failure: str | None = None
+    max_model_len: int = MAX_MODEL_LEN
+    logprob: float = -0.5
+    requests: list = field(default_factory=list)
+    cancelled: list = field(default_factory=list)
+    running: set = field(default_factory=set)
+    gate: threading.Event = field(default_factory=threading.Event)
+    """Closed: nothing is generated yet."""
+    num_prompt_tokens: int = 0
+    num_tokens: int = 0
+
+    def __post_init__(self):
+        self.gate.set()
+        self.info = EngineInfo(
+            model="models/fake",
+            max_model_len=self.max_model_len,
+            vocab_size=self.tokenizer.vocab_size,
+            eos_ids=self.tokenizer.eos_ids,
+            sampling_defaults={},
+            page_size=16,
+            num_pages=8,
+            max_num_seqs=8,
+        )
+
+    def ids_for(self, request):
+        """The ids that the request gets, without end."""
+        ids = self.tokenizer.encode(self.reply, add_special_tokens=False)
+        turn = 0 if request.temperature == 0 else request.seed % len(ids)
+        ids = ids[turn:] + ids[:turn]
+        if self.end_with_eos:
+            ids = [*ids, request.stop_ids[0]]
+        while True:
+            yield from ids
+
+    async def generate(self, request):
+        self._admit(request)
+        ended = False
+        try:
+            while not self.gate.is_set():
+                await asyncio.sleep(0.002)
+            if self.empty_first_event:
+                yield TokenEvent(request_id=request.request_id)
+            async for event in self._events(request):
+                ended = event.finish_reason is not None
+                yield event
+        except BaseException:
+            if not ended:
+                self.cancelled.append(request.request_id)
+            raise
+        finally:
+            self.running.discard(request.request_id)
+
+    def _admit(self, request):
+        self.requests.append(request)
+        if self.refuse and self._concerned(request):
+            raise QueueFull("1024 requests wait already")
+        self.num_prompt_tokens += len(request.prompt_ids)
+        self.running.add(request.request_id)
+
+    def _concerned(self, request):
+        return self.fail_only is None or request.request_id.endswith(self.fail_only)
+
+    async def _events(self, request):
+        name, source, sent = request.request_id, self.ids_for(request), 0
+        if self.refuse_by_event:
+            yield TokenEvent(request_id=name, finish_reason=FinishReason.ERROR, error="full", refused=True)
+            return
+        while True:
+            if self.die_after is not None and sent >= self.die_after:
+                self.failure = "CUDA error 700"
+                raise EngineDead(self.failure)
+            if self.fail_after is not None and sent >= self.fail_after and self._concerned(request):
+                yield TokenEvent(request_id=name, finish_reason=FinishReason.ERROR, error="NaN in the logits")
+                return
+            await asyncio.sleep(self.step_s)
+            ids, stop_id = [], None
+            while len(ids) < min(self.tokens_per_event, request.max_tokens - sent) and stop_id is None:
+                ids.append(next(source))
+                if ids[-1] in request.stop_ids and sent + len(ids) > request.min_tokens:
+                    stop_id = ids[-1]
+            sent += len(ids)
+            self.num_tokens += len(ids)
+            reason = FinishReason.STOP if stop_id is not None else None
+            if reason is None and sent >= request.max_tokens:
+                reason = FinishReason.LENGTH
+            yield TokenEvent(
+                request_id=name,
+                token_ids=tuple(ids),
+                logprobs=self._logprobs(request, ids),
+                finish_reason=reason,
+                stop_id=stop_id,
+            )
+            if reason is not None:
+                return
+
+    def _logprobs(self, request, ids):
+        if request.logprobs is None:
+            return None
+        return [
+            TokenLogprobs(self.logprob, [((id + k) % self.info.vocab_size, -k - 0.5) for k in range(request.logprobs)])
+            for id in ids
+        ]
+
+    async def stats(self):
+        return EngineStats(
+            num_running=len(self.running),
+            num_pages_used=len(self.running),
+            num_pages=8,
+            prompt_tokens=self.num_prompt_tokens,
+            generation_tokens=self.num_tokens,
+        )

@@ -1,0 +1,240 @@
+"""Every failure: its status, its one JSON shape, and that it harms nobody else."""
+
+import json
+import socket
+
+import pytest
+
+
+def error_of(reply, status, code):
+    assert reply.status_code == status, reply.text
+    assert reply.headers["content-type"] == "application/json"
+    body = reply.json()
+    assert body.keys() == {"error"}
+    error = body["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert isinstance(error["message"], str) and error["message"]
+    assert error["code"] == code
+    return error
+
+
+def post(server, content, path="/v1/completions", kind="application/json"):
+    return server.http.post(path, content=content, headers={"Content-Type": kind})
+
+
+# What the schema refuses
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"not json", b'{"prompt": "a"} b', b'{"prompt": NaN}', b"\xff\xfe"])
+def test_body_that_is_not_json_is_400(server, content):
+    assert "JSON" in error_of(post(server, content), 400, "invalid_json")["message"]
+    chat = content.replace(b"prompt", b"model")
+    assert "JSON" in error_of(post(server, chat, "/v1/chat/completions"), 400, "invalid_json")["message"]
+
+
+@pytest.mark.parametrize("content", [b'{"prompt": "\\ud800"}', b'{"chat_template_kwargs": {"a": ' + b"[" * 5000])
+def test_hostile_json_is_400(server, content):
+    assert post(server, content, "/v1/chat/completions").status_code == 400
+
+
+def test_body_that_is_not_an_object_is_400(server):
+    error_of(post(server, b"[1]"), 400, "invalid_type")
+
+
+def test_unknown_field_is_400_that_names_it(server, engine):
+    for reply in (server.complete(temprature=1), server.chat(temprature=1)):
+        error = error_of(reply, 400, "invalid_field")
+        assert error["param"] == "temprature" and "temprature" in error["message"]
+    assert not engine.requests
+
+
+def test_unknown_field_inside_an_object_is_named_with_its_path(server):
+    error = error_of(server.complete(stream=True, stream_options={"x": 1}), 400, "invalid_field")
+    assert error["param"] == "stream_options.x"
+
+
+def test_missing_field_is_named(server):
+    assert error_of(post(server, b"{}"), 400, "invalid_field")["param"] == "prompt"
+    assert error_of(post(server, b"{}", "/v1/chat/completions"), 400, "invalid_field")["param"] == "messages"
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"max_tokens": "5"}, "max_tokens"),
+        ({"max_tokens": 1.5}, "max_tokens"),
+        ({"max_tokens": True}, "max_tokens"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"stream": "yes"}, "stream"),
+        ({"stop": [1]}, "stop[0]"),
+        ({"prompt": {"a": 1}}, "prompt"),
+        ({"prompt": [[1, "a"]]}, "prompt[0][1]"),
+        ({"prompt": [1.5]}, "prompt[0]"),
+        ({"logit_bias": {"5": "x"}}, "logit_bias[...]"),
+        ({"model": 5}, "model"),
+    ],
+)
+def test_wrong_type_is_400_with_the_path(server, body, param):
+    error = error_of(server.complete(**body), 400, "invalid_type")
+    assert error["param"] == param and param in error["message"]
+
+
+# Routes, models, sizes
+
+
+@pytest.mark.parametrize("path", ["/", "/v1", "/v1/nothing", "/v1/completions/", "/V1/completions"])
+def test_unknown_route_is_404(server, path):
+    error_of(server.http.get(path), 404, "route_not_found")
+    assert path in error_of(server.http.post(path, json={}), 404, "route_not_found")["message"]
+
+
+def test_wrong_method_is_405_with_allow(server):
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        reply = server.http.get(path)
+        error_of(reply, 405, "method_not_allowed")
+        assert reply.headers["allow"] == "POST"
+    reply = server.http.post("/v1/models")
+    error_of(reply, 405, "method_not_allowed")
+    assert "GET" in reply.headers["allow"]
+
+
+def test_unknown_model_is_404_and_an_absent_one_is_accepted(server):
+    for reply in (server.complete(model="other"), server.chat(model="other"), server.http.get("/v1/models/other")):
+        error = error_of(reply, 404, "model_not_found")
+        assert error["param"] == "model" and "models/fake" in error["message"]
+    assert server.complete().status_code == 200
+    assert server.complete(model="models/fake").json()["model"] == "models/fake"
+
+
+def test_body_above_16_mib_is_413(server):
+    error_of(post(server, b" " * (16 * 2**20 + 1)), 413, "request_too_large")
+
+
+def test_body_without_a_length_above_16_mib_is_413(server):
+    def parts():
+        for _ in range(17):
+            yield b" " * 2**20
+
+    error_of(post(server, parts()), 413, "request_too_large")
+
+
+def test_body_of_exactly_16_mib_is_read(server):
+    content = b'{"prompt": "Hello", "max_tokens": 1}'.ljust(16 * 2**20)
+    assert post(server, content).status_code == 200
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data"])
+def test_wrong_content_type_is_415(server, kind):
+    assert kind in error_of(post(server, b"{}", kind=kind), 415, "unsupported_media_type")["message"]
+
+
+def test_content_type_may_have_parameters(server):
+    assert post(server, b'{"prompt": "a"}', kind="application/json; charset=utf-8").status_code == 200
+
+
+# What the engine refuses or fails
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("way", ["refuse", "refuse_by_event"])
+def test_full_queue_is_503_with_retry_after(server, engine, stream, way):
+    setattr(engine, way, True)
+    for ask in (server.complete, server.chat):
+        reply = ask(stream=stream)
+        error_of(reply, 503, "queue_full")
+        assert int(reply.headers["retry-after"]) >= 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("n", [1, 3])
+def test_failure_before_the_first_token_is_a_500_even_of_a_stream(server, engine, stream, n):
+    engine.fail_after = 0
+    for ask in (server.complete, server.chat):
+        assert "NaN in the logits" in error_of(ask(stream=stream, n=n), 500, "engine_error")["message"]
+
+
+@pytest.mark.parametrize("body", [{"temperature": -1}, {"model": "other"}, {"surprise": 1}, {"max_tokens": "x"}])
+def test_bad_request_has_its_status_even_of_a_stream(server, body):
+    assert server.complete(stream=True, **body).status_code in (400, 404)
+    assert server.chat(stream=True, **body).status_code in (400, 404)
+
+
+def test_failure_after_the_first_token_is_one_error_event_and_then_done(server, engine):
+    engine.fail_after = 3
+    for ask in (server.complete, server.chat):
+        reply = ask(stream=True)
+        assert reply.status_code == 200
+        events = server.events(reply)
+        assert events[-1] == "[DONE]"
+        assert events[-2]["error"]["code"] == "engine_error"
+        assert "NaN in the logits" in events[-2]["error"]["message"]
+        assert len(events) > 3 and all("error" not in event for event in events[:-2])
+
+
+def test_whole_reply_that_fails_late_is_a_500(server, engine):
+    engine.fail_after = 3
+    error_of(server.complete(), 500, "engine_error")
+
+
+def test_failed_choice_cancels_its_siblings(server, engine):
+    engine.fail_after, engine.fail_only, engine.step_s = 2, "0-1", 0.005
+    error_of(server.complete(n=3), 500, "engine_error")
+    assert {name[-3:] for name in engine.cancelled} == {"0-0", "0-2"}
+    assert not engine.running
+
+
+def test_failing_request_leaves_other_requests_alone(server, engine):
+    engine.step_s, engine.fail_after, engine.fail_only = 0.02, 2, "1-0"
+    body = {"prompt": "Hello", "stream": True, "max_tokens": 16, "temperature": 0}
+    with server.http.stream("POST", "/v1/completions", json=body) as going_on:
+        lines = going_on.iter_lines()
+        next(lines)
+        error_of(server.complete(prompt=["Hello", "Hello"]), 500, "engine_error")
+        assert server.complete(surprise=1).status_code == 400
+        rest = [line for line in lines if line]
+    assert rest[-1] == "data: [DONE]"
+    assert json.loads(rest[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
+
+
+def test_unforeseen_error_is_a_500_without_details(server, engine, monkeypatch, caplog):
+    def broken(_request):
+        raise ZeroDivisionError("secret")
+
+    monkeypatch.setattr(engine, "generate", broken)
+    error = error_of(server.complete(), 500, "internal_error")
+    assert "secret" not in error["message"]
+    assert "secret" in caplog.text
+
+
+def test_broken_http_harms_no_other_connection(server):
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=5) as sock:
+        sock.sendall(b"\x00\x01 nonsense\r\n\r\n")
+        assert b"400" in sock.recv(1000)
+    assert server.complete().status_code == 200
+
+
+# Shapes of the other routes
+
+
+def test_models_are_listed_with_the_usable_context(server):
+    body = server.http.get("/v1/models").json()
+    assert body["object"] == "list"
+    model = body["data"][0]
+    assert model == {
+        "id": "models/fake",
+        "object": "model",
+        "created": model["created"],
+        "owned_by": "jaxinfer",
+        "root": "models/fake",
+        "parent": None,
+        "max_model_len": 64,
+    }
+    assert server.http.get("/v1/models/models/fake").json() == model
+    assert [m.id for m in server.openai.models.list()] == ["models/fake"]
+
+
+def test_health_ping_and_version_answer(server):
+    assert server.http.get("/health").status_code == 200
+    assert server.http.get("/ping").status_code == 200
+    assert isinstance(server.http.get("/version").json()["version"], str)

@@ -1,0 +1,113 @@
+"""/metrics: what dashboards read."""
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.http.conftest import wait_for
+
+NAMES = {
+    "num_requests_running": "gauge",
+    "num_requests_waiting": "gauge",
+    "kv_cache_usage_perc": "gauge",
+    "prompt_tokens": "counter",
+    "generation_tokens": "counter",
+    "num_preemptions": "counter",
+    "request_success": "counter",
+    "time_to_first_token_seconds": "histogram",
+    "inter_token_latency_seconds": "histogram",
+    "e2e_request_latency_seconds": "histogram",
+}
+
+
+def families(server):
+    return {family.name: family for family in text_string_to_metric_families(server.metrics())}
+
+
+def value(server, name, **labels):
+    for family in families(server).values():
+        for sample in family.samples:
+            if sample.name == name and labels.items() <= sample.labels.items():
+                return sample.value
+    raise AssertionError(f"{name} {labels} is not reported")
+
+
+def test_metrics_are_prometheus_text_with_every_name_in_both_sets(server):
+    assert server.http.get("/metrics").headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    found = families(server)
+    for prefix in ("jaxinfer:", "vllm:"):
+        assert {name: found[prefix + name].type for name in NAMES} == NAMES
+    assert found["jaxinfer:xla_compilations_after_ready"].type == "counter"
+    for family in found.values():
+        assert all(sample.labels["model_name"] == "models/fake" for sample in family.samples)
+
+
+def test_histogram_buckets_are_cumulative_and_end_at_the_count(server):
+    server.complete()
+    for prefix in ("jaxinfer:", "vllm:"):
+        samples = families(server)[prefix + "time_to_first_token_seconds"].samples
+        buckets = [sample.value for sample in samples if sample.name.endswith("_bucket")]
+        assert buckets == sorted(buckets)
+        assert buckets[-1] == next(sample.value for sample in samples if sample.name.endswith("_count"))
+
+
+def test_each_sequence_is_one_first_token_and_each_further_token_one_interval(server, engine):
+    def counts():
+        names = ("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds")
+        return [value(server, f"jaxinfer:{name}_count") for name in names]
+
+    engine.tokens_per_event = 3
+    before = counts()
+    server.complete(n=2, max_tokens=9)
+    assert [a - b for a, b in zip(counts(), before, strict=True)] == [2, 12, 2]
+
+
+def test_first_token_time_is_measured_from_arrival(server, engine):
+    engine.step_s = 0.05
+    before = value(server, "jaxinfer:time_to_first_token_seconds_sum")
+    server.complete(max_tokens=2)
+    assert 0.05 <= value(server, "jaxinfer:time_to_first_token_seconds_sum") - before < 0.5
+
+
+@pytest.mark.parametrize(("body", "reason"), [({}, "length"), ({"stop": "sat"}, "stop")])
+def test_ends_are_counted_by_reason(server, body, reason):
+    before = value(server, "vllm:request_success_total", finished_reason=reason)
+    server.complete(**body)
+    assert value(server, "vllm:request_success_total", finished_reason=reason) == before + 1
+
+
+def test_gauges_follow_the_engine_and_return_to_0_after_drain(server, engine):
+    engine.gate.clear()
+    import threading
+
+    thread = threading.Thread(target=server.complete)
+    thread.start()
+    wait_for(lambda: engine.running)
+    assert value(server, "jaxinfer:num_requests_running") == 1
+    assert value(server, "vllm:kv_cache_usage_perc") == 1 / 8
+    engine.gate.set()
+    thread.join()
+    assert value(server, "jaxinfer:num_requests_running") == 0
+    assert value(server, "jaxinfer:kv_cache_usage_perc") == 0
+
+
+def test_counters_never_decrease(server):
+    def counters():
+        return {
+            (sample.name, *sorted(sample.labels.items())): sample.value
+            for family in families(server).values()
+            if family.type == "counter"
+            for sample in family.samples
+        }
+
+    before = counters()
+    server.complete(n=2)
+    server.complete(surprise=1)
+    after = counters()
+    assert all(after[key] >= before[key] for key in before)
+    assert sum(after.values()) > sum(before.values())
+
+
+def test_two_servers_in_one_process_count_apart(server, own_server):
+    other = own_server()
+    server.complete()
+    assert value(other, "jaxinfer:time_to_first_token_seconds_count") == 0

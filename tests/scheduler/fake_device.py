@@ -1,0 +1,214 @@
+"""A device without arrays: pages hold token ids, and a "model" hashes the context that it reads back through them.
+
+A row that is told a wrong page, position or start reads another context, and so samples other tokens than a run alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+
+from jaxinfer.config import SchedulerLimits
+from jaxinfer.scheduler.plan import DecodeRow, PrefillChunk, StepPlan, StepResult
+from jaxinfer.scheduler.scheduler import Scheduler
+from jaxinfer.types import FinishReason, Request, TokenEvent, TokenLogprobs
+
+VOCAB = 13  # few ids, so that stop ids are drawn often
+TOP = tuple((token, -1.0 - token) for token in range(8))
+
+
+def make_limits(**changes: int) -> SchedulerLimits:
+    """Small limits: 4 slots, 40 pages of 4 tokens, steps of 16 tokens, or 8 beside decode rows."""
+    limits = SchedulerLimits(
+        max_model_len=64,
+        page_size=4,
+        num_pages=40,
+        max_num_seqs=4,
+        max_step_tokens=16,
+        max_mixed_tokens=8,
+        max_waiting=1000,
+    )
+    return dataclasses.replace(limits, **changes)
+
+
+def sample(context: list[int], request: Request, prompt_len: int) -> int:
+    """The next token: a function of the context alone, stop ids masked before min_tokens as a device does."""
+    token = hash(tuple(context)) % VOCAB
+    while len(context) - prompt_len < request.min_tokens and token in request.stop_ids:
+        token = (token + 1) % VOCAB
+    return token
+
+
+def run_alone(request: Request, max_model_len: int) -> tuple[list[int], FinishReason, int | None]:
+    """Output tokens, finish reason and stop id of a request that shares nothing with anyone."""
+    context, prompt_len = list(request.prompt_ids), len(request.prompt_ids)
+    while True:
+        token = sample(context, request, prompt_len)
+        context.append(token)
+        output = context[prompt_len:]
+        if token in request.stop_ids and len(output) > request.min_tokens:
+            return output, FinishReason.STOP, token
+        if len(output) == request.max_tokens or len(context) == max_model_len:
+            return output, FinishReason.LENGTH, None
+
+
+@dataclasses.dataclass
+class SlotState:
+    """What a device keeps by slot between steps."""
+
+    request: Request
+    prompt_len: int
+    history: list[int]
+    table: list[int] = dataclasses.field(default_factory=list)
+    num_written: int = 0
+    last_token: int | None = None
+
+
+class FakeDevice:
+    """Runs plans in order. All rows of a step write before any reads: rows of one step may not share a page."""
+
+    def __init__(self, limits: SchedulerLimits):
+        self.limits = limits
+        self.cells: dict[tuple[int, int], int] = {}  # (page, offset) -> token id
+        self.slots: dict[int, SlotState] = {}
+
+    def run(self, plan: StepPlan) -> StepResult:
+        asked = {row.slot for row in plan.decodes if row.logprobs}
+        asked |= {chunk.slot for chunk in plan.prefills if chunk.request.logprobs is not None}
+        rows = [self._write_decode(row) for row in plan.decodes] + [self._write_chunk(c) for c in plan.prefills]
+        tables = [page for slot, _ in rows for page in self.slots[slot].table]
+        assert len(tables) == len(set(tables)), f"two rows of step {plan.step} share a page"
+        tokens = {}
+        for slot, samples in rows:
+            state = self.slots[slot]
+            context = [self._cell(state, position) for position in range(state.num_written)]
+            if samples:
+                tokens[slot] = state.last_token = sample(context, state.request, state.prompt_len)
+        return StepResult(plan.step, tokens, {slot: TokenLogprobs(-0.5, TOP) for slot in tokens if slot in asked})
+
+    def _cell(self, state: SlotState, position: int) -> int:
+        size = self.limits.page_size
+        return self.cells[state.table[position // size], position % size]
+
+    def _write(self, state: SlotState, position: int, token: int) -> None:
+        assert position == state.num_written, f"position {position} written after {state.num_written} others"
+        size = self.limits.page_size
+        page = state.table[position // size]
+        assert 1 <= page <= self.limits.num_pages
+        self.cells[page, position % size] = token
+        state.num_written += 1
+
+    def _write_decode(self, row: DecodeRow) -> tuple[int, bool]:
+        state = self.slots[row.slot]
+        if row.new_page is not None:
+            assert row.position == len(state.table) * self.limits.page_size
+            state.table.append(row.new_page)
+        assert state.last_token is not None, f"slot {row.slot} decodes, but nothing was sampled in it"
+        self._write(state, row.position, state.last_token)
+        return row.slot, True
+
+    def _write_chunk(self, chunk: PrefillChunk) -> tuple[int, bool]:
+        if chunk.history is not None:
+            self.slots[chunk.slot] = SlotState(chunk.request, chunk.prompt_len, list(chunk.history))
+        state = self.slots[chunk.slot]
+        assert (state.request, state.prompt_len) == (chunk.request, chunk.prompt_len)
+        assert chunk.first_new_page == len(state.table)
+        state.table.extend(chunk.new_pages)
+        assert chunk.token_ids, "a chunk has tokens"
+        assert list(chunk.token_ids) == state.history[chunk.start : chunk.start + len(chunk.token_ids)]
+        for i, token in enumerate(chunk.token_ids):
+            self._write(state, chunk.start + i, token)
+        assert chunk.samples == (state.num_written == len(state.history))
+        return chunk.slot, chunk.samples
+
+
+class Harness:
+    """Scheduler and device joined as the engine joins them: plan n+1 is made before result n is applied."""
+
+    def __init__(self, **changes: int):
+        self.limits = make_limits(**changes)
+        self.scheduler = Scheduler(self.limits)
+        self.device = FakeDevice(self.limits)
+        self.results: deque[StepResult] = deque()
+        self.requests: dict[str, Request] = {}
+        self.events: dict[str, list[TokenEvent]] = {}
+        self.plans: list[StepPlan] = []
+
+    def submit(self, name: str, prompt_len: int = 5, **fields: object) -> Request:
+        """A request whose prompt depends on its name and length alone; 4 tokens of output unless told."""
+        prompt = [hash((*name.encode(), i)) % VOCAB for i in range(prompt_len)]
+        request = Request(**{"request_id": name, "prompt_ids": prompt, "max_tokens": 4} | fields)  # pyright: ignore
+        self.scheduler.submit(request)
+        self.requests[name] = request
+        self.events[name] = []
+        return request
+
+    def plan(self) -> StepPlan | None:
+        """Makes a plan and launches it, if there is anything to plan."""
+        plan = self.scheduler.next_plan()
+        if plan is not None:
+            assert plan.num_tokens <= (self.limits.max_mixed_tokens if plan.decodes else self.limits.max_step_tokens), (
+                f"step {plan.step} is over its token limit"
+            )
+            slots = [row.slot for row in (*plan.decodes, *plan.prefills)]
+            assert len(slots) == len(set(slots)) and set(slots) <= set(range(self.limits.max_num_seqs))
+            assert plan.step == len(self.plans)
+            self.plans.append(plan)
+            self.results.append(self.device.run(plan))
+        self.scheduler.check_integrity()
+        return plan
+
+    def apply(self) -> list[TokenEvent]:
+        events = self.scheduler.apply(self.results.popleft())
+        for event in events:
+            self._record(event)
+        self.scheduler.check_integrity()
+        return events
+
+    def abort(self, name: str) -> TokenEvent | None:
+        event = self.scheduler.abort(name)
+        if event is not None:
+            self._record(event)
+        self.scheduler.check_integrity()
+        return event
+
+    def step(self) -> StepPlan | None:
+        """One turn of the engine: launch a step, then read the one before it."""
+        if len(self.results) == 2:
+            self.apply()
+        plan = self.plan()
+        assert plan is not None or self.results or not self.scheduler.has_work, "work is left, but nothing moves"
+        if len(self.results) == 2 or (plan is None and self.results):
+            self.apply()
+        return plan
+
+    def drain(self) -> None:
+        """Runs until nothing is left, then checks what must hold of every request and of the pool."""
+        for _ in range(10_000):
+            if not self.scheduler.has_work and not self.results:
+                break
+            self.step()
+        assert not self.scheduler.has_work
+        assert self.scheduler.pool.num_free == self.limits.num_pages
+        assert (self.scheduler.num_running, self.scheduler.num_waiting) == (0, 0)
+        for name in self.requests:
+            self.check_output(name)
+
+    def output(self, name: str) -> list[int]:
+        return [token for event in self.events[name] for token in event.token_ids]
+
+    def check_output(self, name: str) -> None:
+        """The request ended once, with the tokens of a run alone (a prefix of them if it was aborted)."""
+        *others, last = self.events[name]
+        assert all(event.finish_reason is None for event in others)
+        tokens, reason, stop_id = run_alone(self.requests[name], self.limits.max_model_len)
+        if last.finish_reason is FinishReason.ABORT:
+            assert self.output(name) == tokens[: len(self.output(name))]
+        else:
+            assert (self.output(name), last.finish_reason, last.stop_id) == (tokens, reason, stop_id)
+
+    def _record(self, event: TokenEvent) -> None:
+        events = self.events[event.request_id]
+        assert not events or events[-1].finish_reason is None, f"{event.request_id} has an event after its last"
+        assert (event.logprobs is None) == (self.requests[event.request_id].logprobs is None or not event.token_ids)
+        events.append(event)

@@ -1,0 +1,127 @@
+"""Who starts when, and how prompts are cut."""
+
+import itertools
+import random
+
+import pytest
+
+from tests.scheduler.fake_device import Harness
+from tests.scheduler.test_random_walk import random_limits, submit_random
+
+
+def test_a_prompt_is_cut_at_the_token_limit_and_its_last_chunk_samples():
+    harness = Harness(max_step_tokens=16)
+    harness.submit("a", 37)
+    chunks = [plan.prefills[0] for _ in range(3) if (plan := harness.step())]
+    assert [(chunk.start, len(chunk.token_ids), chunk.samples) for chunk in chunks] == [
+        (0, 16, False),
+        (16, 16, False),
+        (32, 5, True),
+    ]
+    harness.drain()
+
+
+def test_the_first_chunk_alone_brings_all_pages_and_the_history():
+    harness = Harness(page_size=4)
+    request = harness.submit("a", 37)
+    first, *later = [plan.prefills[0] for _ in range(3) if (plan := harness.step())]
+    assert (len(first.new_pages), first.first_new_page) == (10, 0)
+    assert first.history == tuple(request.prompt_ids)
+    for chunk in later:
+        assert (chunk.new_pages, chunk.first_new_page, chunk.history) == ((), 10, None)
+
+
+def test_what_one_prompt_leaves_of_a_step_goes_to_the_next():
+    harness = Harness(max_step_tokens=16)
+    for name in "abc":
+        harness.submit(name, 7)
+    plan = harness.step()
+    assert plan is not None
+    assert [len(chunk.token_ids) for chunk in plan.prefills] == [7, 7, 2]
+    harness.drain()
+
+
+def test_every_decoding_sequence_advances_in_every_step_while_a_long_prompt_is_prefilled():
+    harness = Harness(max_model_len=150, num_pages=100)
+    for name in "abc":
+        harness.submit(name, 2, max_tokens=60)
+    harness.step()
+    harness.submit("long", 101)
+    num_steps = 0
+    while True:
+        plan = harness.step()
+        assert plan is not None
+        num_steps += 1
+        assert len(plan.decodes) == 3
+        assert plan.num_tokens == 8 or plan.prefills[0].samples
+        if plan.prefills[0].samples:
+            break
+    assert num_steps == -(-101 // (8 - 3))
+    harness.drain()
+
+
+def test_a_decode_page_is_taken_exactly_when_the_position_is_the_first_on_it():
+    harness = Harness(page_size=4)
+    harness.submit("a", 7, max_tokens=20)
+    harness.drain()
+    rows = [row for plan in harness.plans for row in plan.decodes]
+    assert [row.position for row in rows] == list(range(7, 26))
+    assert [row.position for row in rows if row.new_page is not None] == [8, 12, 16, 20, 24]
+
+
+def test_admission_is_first_come_first_served_without_skipping():
+    harness = Harness(num_pages=10, max_num_seqs=3)
+    harness.submit("a", 15, max_tokens=4)
+    harness.submit("large", 36, max_tokens=2)  # 9 of 10 pages: has to wait for a
+    harness.submit("small", 1, max_tokens=1)  # would fit, and waits behind
+    harness.drain()
+    admitted = [c.request.request_id for plan in harness.plans for c in plan.prefills if c.history is not None]
+    assert admitted == ["a", "large", "small"]
+
+
+def test_a_request_with_room_starts_within_a_bounded_number_of_steps():
+    """Requests ahead of it in the queue are prefilled at no less than max_mixed_tokens - max_num_seqs tokens a step."""
+    harness = Harness(max_num_seqs=8, max_mixed_tokens=12, num_pages=400)
+    for i in range(4):
+        harness.submit(f"old{i}", 2, max_tokens=50)
+    harness.step()
+    for i in range(3):
+        harness.submit(f"ahead{i}", 17, max_tokens=30)
+    harness.submit("last", 17, max_tokens=30)
+    bound = -(-3 * 17 // (12 - 8)) + 1
+    for _ in range(bound):
+        plan = harness.step()
+        assert plan is not None
+        if any(chunk.request.request_id == "last" for chunk in plan.prefills):
+            break
+    else:
+        pytest.fail(f"not started within {bound} steps")
+    harness.drain()
+
+
+def test_a_stream_of_short_requests_does_not_keep_a_long_one_waiting():
+    harness = Harness(num_pages=12, max_num_seqs=4)
+    harness.submit("s0", 3, max_tokens=6)
+    harness.submit("long", 44, max_tokens=2)
+    for i in range(1, 60):
+        harness.submit(f"s{i}", 3, max_tokens=6)
+        harness.step()
+    assert harness.events["long"][-1].finish_reason is not None
+    harness.drain()
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_no_admission_is_undone_before_it_gave_a_token_and_had_a_decode_row(seed: int):
+    rng = random.Random(seed)
+    harness = Harness(**random_limits(rng) | {"num_pages": rng.choice([12, 20, 30])})
+    for i in range(40):
+        submit_random(harness, str(i), rng, num_stop_ids=0)
+    harness.drain()
+    chunks = [chunk for plan in harness.plans for chunk in plan.prefills]
+    assert sum(chunk.history is not None for chunk in chunks) == sum(chunk.samples for chunk in chunks)
+    for plan, following in itertools.pairwise(harness.plans):
+        for chunk in plan.prefills:
+            num_known = chunk.start + len(chunk.token_ids)
+            last = num_known + 1 in (chunk.prompt_len + chunk.request.max_tokens, harness.limits.max_model_len)
+            if chunk.samples and not last:
+                assert chunk.slot in {row.slot for row in following.decodes}, f"step {following.step} preempts it"

@@ -1,0 +1,121 @@
+"""Whatever is submitted and aborted, whenever, in however small a pool: no request can tell that it was not alone."""
+
+import random
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
+
+from jaxinfer.types import InvalidRequest
+from tests.scheduler.fake_device import VOCAB, Harness
+
+
+def random_limits(rng: random.Random) -> dict[str, int]:
+    """From one slot and a pool of one page to comfort, so that preemption is common."""
+    num_seqs = rng.choice([1, 2, 3, 5, 8])
+    return {
+        "page_size": rng.choice([1, 2, 4, 8]),
+        "num_pages": rng.choice([1, 3, 7, 12, 20, 60]),
+        "max_num_seqs": num_seqs,
+        "max_mixed_tokens": num_seqs + rng.choice([0, 1, 3, 9]),
+        "max_step_tokens": rng.choice([1, 4, 11, 32]),
+        "max_model_len": rng.choice([9, 30, 64]),
+    }
+
+
+def submit_random(harness: Harness, name: str, rng: random.Random, num_stop_ids: int | None = None) -> bool:
+    """False if the request could never fit the pool; it must then have left no trace."""
+    max_tokens = rng.choice([1, 2, 3, 7, 20, 40])
+    num_stop_ids = rng.choice([0, 0, 1, 3]) if num_stop_ids is None else num_stop_ids
+    longest = rng.choice([3, 8, harness.limits.max_model_len - 1])  # short prompts with long outputs make pools tight
+    try:
+        harness.submit(
+            name,
+            rng.randint(1, longest),
+            max_tokens=max_tokens,
+            min_tokens=rng.choice([0, 0, rng.randint(0, max_tokens)]),
+            stop_ids=tuple(rng.sample(range(VOCAB), num_stop_ids)),
+            logprobs=rng.choice([None, None, 0, 2]),
+        )
+    except InvalidRequest as error:
+        assert "pages of" in str(error)
+        return False
+    return True
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_scheduling_never_changes_the_output(seed: int):
+    rng = random.Random(seed)
+    harness = Harness(**random_limits(rng))
+    load, abort_share, read_early_share = rng.choice([0.1, 0.5, 2.0]), rng.choice([0, 0.05]), rng.choice([0, 0.3])
+    for turn in range(150):
+        for i in range(int(load + rng.random())):
+            submit_random(harness, f"{turn}.{i}", rng)
+        if harness.requests and rng.random() < abort_share:
+            harness.abort(rng.choice([*harness.requests]))
+        harness.step()
+        if harness.results and rng.random() < read_early_share:
+            harness.apply()
+    harness.drain()
+
+
+def test_the_random_walks_preempt_and_waste_rows():
+    """Guards the walks above against growing tame: what they are for must happen in them."""
+    num_preemptions = num_wasted = 0
+    for seed in range(10):
+        rng = random.Random(seed)
+        harness = Harness(num_pages=12, max_num_seqs=5)
+        for i in range(40):
+            submit_random(harness, str(i), rng)
+        harness.drain()
+        num_preemptions += harness.scheduler.num_preemptions
+        num_sampled = sum(len(p.decodes) + sum(c.samples for c in p.prefills) for p in harness.plans)
+        num_wasted += num_sampled - harness.scheduler.generation_tokens
+    assert num_preemptions > 20
+    assert num_wasted > 20
+
+
+class Client(RuleBasedStateMachine):
+    """Submits, aborts and steps in any order; Hypothesis looks for the shortest order that breaks a promise."""
+
+    @initialize(seed=st.integers(0, 10_000))
+    def start(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.harness = Harness(**random_limits(self.rng))
+
+    @rule()
+    def submit(self) -> None:
+        submit_random(self.harness, f"r{len(self.harness.requests)}", self.rng)
+
+    @rule(i=st.integers(0, 30))
+    def abort(self, i: int) -> None:
+        self.harness.abort(f"r{i}")
+
+    @rule(num=st.integers(1, 5))
+    def step(self, num: int) -> None:
+        for _ in range(num):
+            self.harness.step()
+
+    @rule()
+    def read_early(self) -> None:
+        if self.harness.results:
+            self.harness.apply()
+
+    def teardown(self) -> None:
+        if hasattr(self, "harness"):
+            self.harness.drain()
+
+
+def test_no_order_of_submits_and_aborts_breaks_a_promise():
+    run_state_machine_as_test(
+        Client,
+        settings=settings(
+            max_examples=100,
+            stateful_step_count=40,
+            deadline=None,
+            derandomize=True,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )

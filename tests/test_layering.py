@@ -1,0 +1,214 @@
+"""Who may import whom, by parsing the imports of every file."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("jaxinfer", "pallas_kernels", "checkpoints")
+
+# Layer -> the layers that it may import, besides itself. A file belongs to the longest layer that its module begins
+# with; a file that belongs to none fails, so that a new layer is a decision.
+MAY_IMPORT = {
+    "pallas_kernels": (),
+    "jaxinfer.types": (),
+    "jaxinfer.config": (),
+    "jaxinfer.params": (),
+    "jaxinfer.text": ("jaxinfer.types",),
+    "jaxinfer.scheduler": ("jaxinfer.types", "jaxinfer.config"),
+    "jaxinfer.http": ("jaxinfer.types", "jaxinfer.config", "jaxinfer.text"),
+    "jaxinfer.agent": ("jaxinfer.types", "jaxinfer.text"),
+    "jaxinfer.batch": ("jaxinfer.types", "jaxinfer.config", "jaxinfer.text"),
+    "jaxinfer.sharding": ("jaxinfer.params",),
+    "jaxinfer.quant": ("jaxinfer.params", "pallas_kernels"),
+    "jaxinfer.models": ("jaxinfer.params", "jaxinfer.sharding", "jaxinfer.quant", "pallas_kernels"),
+    "checkpoints": ("jaxinfer.params", "jaxinfer.sharding", "jaxinfer.quant"),
+    "jaxinfer.runner": (
+        "jaxinfer.types",
+        "jaxinfer.config",
+        "jaxinfer.params",
+        "jaxinfer.sharding",
+        "jaxinfer.quant",
+        "jaxinfer.models",
+        "jaxinfer.scheduler.plan",
+        "pallas_kernels",
+    ),
+    "jaxinfer.engine": ("jaxinfer.types", "jaxinfer.config", "jaxinfer.scheduler", "jaxinfer.runner"),
+    "jaxinfer.build": PACKAGES,  # the half of api that makes the parts
+    "jaxinfer.api": PACKAGES,
+    "jaxinfer.cli": ("jaxinfer.api", "jaxinfer.config", "jaxinfer.types"),
+    "jaxinfer.__main__": ("jaxinfer.cli",),
+    "jaxinfer": ("jaxinfer.api", "jaxinfer.config", "jaxinfer.types", "jaxinfer.agent"),  # __init__: the public names
+}
+ABOVE_ALL = ("jaxinfer.api", "jaxinfer.build", "jaxinfer.cli", "jaxinfer.__main__", "jaxinfer")
+"""What `PACKAGES` leaves out: only api and cli know of these."""
+
+WITHOUT_JAX = ("jaxinfer.types", "jaxinfer.config", "jaxinfer.text", "jaxinfer.scheduler", "jaxinfer.http")
+JAX = {"jax", "jaxlib", "flax", "optax", "orbax", "jax_triton"}
+"""JAX and what imports it."""
+
+# Optional dependencies, which may be imported where they are used: (layer, module) -> why it is optional.
+INSIDE_FUNCTIONS = {
+    ("pallas_kernels", "jax_triton"): "only the extras cuda12, cuda13 and capture install it",
+    ("pallas_kernels", "triton"): "only the extras cuda12, cuda13 and capture install it",
+    ("jaxinfer.batch", "grain"): "only batch jobs need it",
+    ("jaxinfer.text", "llguidance"): "only constrained output needs it",
+}
+
+
+class Import(NamedTuple):
+    module: str
+    line: int
+    inside_function: bool
+    for_types: bool  # under `if TYPE_CHECKING`: known, but not loaded
+    relative: bool
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+FILES = {module_name(path): path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))}
+
+
+def walk(node: ast.AST, *, inside: bool = False, for_types: bool = False) -> Iterator[Import]:
+    """Imports, and importlib.import_module of a literal, below a node."""
+    for child in ast.iter_child_nodes(node):
+        function = inside or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            for part in child.body:
+                yield from walk(ast.Module([part], []), inside=inside, for_types=True)
+            for part in child.orelse:
+                yield from walk(ast.Module([part], []), inside=inside, for_types=for_types)
+        elif isinstance(child, ast.Import):
+            for alias in child.names:
+                yield Import(alias.name, child.lineno, inside, for_types, False)
+        elif isinstance(child, ast.ImportFrom):
+            for alias in child.names:
+                # `from package import name`: the module of that name, where there is one.
+                name = f"{child.module}.{alias.name}" if child.module else alias.name
+                module = name if name in FILES else child.module or alias.name
+                yield Import(module, child.lineno, inside, for_types, child.level > 0)
+        else:
+            if isinstance(child, ast.Call) and ast.unparse(child.func).endswith(("import_module", "__import__")):
+                argument = child.args[0] if child.args else None
+                name = argument.value if isinstance(argument, ast.Constant) else "a module that is computed"
+                yield Import(str(name), child.lineno, inside, for_types, False)
+            yield from walk(child, inside=function, for_types=for_types)
+
+
+@functools.cache
+def imports(module: str) -> Sequence[Import]:
+    return tuple(walk(ast.parse(FILES[module].read_text())))
+
+
+def is_within(module: str, layer: str) -> bool:
+    return module == layer or module.startswith(layer + ".")
+
+
+def layer_of(module: str) -> str | None:
+    if module == "jaxinfer":
+        return module
+    layers = [layer for layer in MAY_IMPORT if layer != "jaxinfer" and is_within(module, layer)]
+    return max(layers, key=len, default=None)
+
+
+def is_ours(module: str) -> bool:
+    return module.split(".")[0] in PACKAGES
+
+
+def is_allowed(layer: str, target: str) -> bool:
+    if layer != "jaxinfer" and is_within(target, layer):
+        return True
+    allowed = MAY_IMPORT[layer]
+    if allowed is PACKAGES:
+        return (layer, target) == ("jaxinfer.api", "jaxinfer.build") or layer_of(target) not in ABOVE_ALL
+    return any(is_within(target, other) for other in allowed)
+
+
+def at(module: str, found: Import) -> str:
+    return f"{FILES[module].relative_to(ROOT)}:{found.line} imports {found.module}"
+
+
+def listed(wrong: list[str]) -> str:
+    return "\n  ".join(["", *wrong])
+
+
+def test_every_file_belongs_to_a_layer():
+    wrong = [module for module in FILES if layer_of(module) is None]
+    assert not wrong, listed(wrong)
+
+
+def test_no_layer_imports_one_that_it_may_not_know():
+    wrong = [
+        at(module, found)
+        for module in FILES
+        for found in imports(module)
+        if (layer := layer_of(module)) and is_ours(found.module) and not is_allowed(layer, found.module)
+    ]
+    assert not wrong, listed(wrong)
+
+
+def test_imports_are_absolute():
+    wrong = [at(module, found) for module in FILES for found in imports(module) if found.relative]
+    assert not wrong, listed(wrong)
+
+
+def test_only_optional_dependencies_are_imported_inside_functions():
+    wrong = [
+        at(module, found)
+        for module in FILES
+        for found in imports(module)
+        if found.inside_function
+        and (layer_of(module), found.module.split(".")[0]) not in INSIDE_FUNCTIONS
+        and module != "jaxinfer"  # its public names are loaded when they are asked for: see the tests below
+    ]
+    assert not wrong, listed(wrong)
+
+
+def test_types_need_only_the_standard_library():
+    wrong = [
+        at("jaxinfer.types", found)
+        for found in imports("jaxinfer.types")
+        if found.module.split(".")[0] not in sys.stdlib_module_names
+    ]
+    assert not wrong, listed(wrong)
+
+
+def path_to_jax(module: str, seen: set[str]) -> list[str] | None:
+    """The chain of imports by which loading a module loads JAX, the packages that hold it included."""
+    if module.split(".")[0] in JAX:
+        return [module]
+    if not is_ours(module) or module in seen:
+        return None
+    seen.add(module)
+    parts = module.split(".")
+    parents = [".".join(parts[:n]) for n in range(1, len(parts))]
+    loaded = [found.module for found in imports(module) if not (found.inside_function or found.for_types)]
+    for target in [*(p for p in parents if p in FILES), *loaded]:
+        if chain := path_to_jax(target, seen):
+            return [module, *chain]
+    return None
+
+
+@pytest.mark.parametrize("layer", WITHOUT_JAX)
+def test_nothing_that_the_host_only_layers_import_imports_jax(layer):
+    chains = [path_to_jax(module, set()) for module in FILES if is_within(module, layer)]
+    wrong = [" > ".join(chain) for chain in chains if chain]
+    assert not wrong, listed(wrong)
+
+
+def test_the_host_only_layers_do_not_load_jax():
+    modules = [module for module in FILES if any(is_within(module, layer) for layer in WITHOUT_JAX)]
+    code = f"import sys, {', '.join(modules)}; print(sorted({JAX!r} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.stdout.strip(), done.stderr) == ("[]", "")
