@@ -48,6 +48,11 @@ PRE_TOKENIZERS = {
 """By tokenizer.ggml.pre. "default" and an absent key mean Qwen 2's for the Qwen architectures, else GPT-2's."""
 
 
+def is_present(file: GgufFile) -> bool:
+    """Whether the file carries a tokenizer at all."""
+    return file.metadata.get("tokenizer.ggml.model") not in (None, "none", "no_vocab")
+
+
 def tokenizer_json(file: GgufFile) -> str:
     """The text of tokenizer.json. A tokenizer that cannot be expressed raises CheckpointError."""
     kind = file.metadata.get("tokenizer.ggml.model")

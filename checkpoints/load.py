@@ -148,7 +148,7 @@ def _automatic(sharding: Sharding) -> Sharding:
     """
     if not isinstance(sharding, NamedSharding) or set(sharding.mesh.axis_types) <= {AxisType.Auto}:
         return sharding
-    mesh = Mesh(sharding.mesh.devices, sharding.mesh.axis_names)
+    mesh = Mesh(np.asarray(sharding.mesh.devices), sharding.mesh.axis_names)
     return NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
 
 

@@ -13,7 +13,6 @@ from typing import NamedTuple
 import huggingface_hub
 
 from checkpoints import gguf, gguf_tokenizer, safetensors
-from checkpoints.gguf_file import GgufFile
 from checkpoints.source import CheckpointError, TensorSource
 
 LOAD_FORMATS = ("auto", "dummy")
@@ -98,8 +97,9 @@ def _package_file(alias: str, package: _Package) -> Path:
 
 
 def _from_gguf(name: str, path: Path, load_format: str) -> Checkpoint:
-    file: GgufFile = gguf.open_gguf(path)
+    file = gguf.open_gguf(path)
     dummy = load_format == "dummy"
+    has_tokenizer = gguf_tokenizer.is_present(file)
     return Checkpoint(
         name=name,
         path=path,
@@ -107,8 +107,8 @@ def _from_gguf(name: str, path: Path, load_format: str) -> Checkpoint:
         config=gguf.config(file),
         generation_config=gguf.generation_config(file),
         tensors=None if dummy else gguf.GgufSource(file),
-        tokenizer_json=gguf_tokenizer.tokenizer_json(file),
-        tokenizer_config=gguf_tokenizer.tokenizer_config(file),
+        tokenizer_json=gguf_tokenizer.tokenizer_json(file) if has_tokenizer else None,
+        tokenizer_config=gguf_tokenizer.tokenizer_config(file) if has_tokenizer else {},
     )
 
 

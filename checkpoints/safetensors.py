@@ -232,4 +232,4 @@ def write(path: str | Path, tensors: Mapping[str, np.ndarray], metadata: Mapping
     with Path(path).open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for tensor in tensors.values():
-            file.write(np.ascontiguousarray(tensor).tobytes())
+            file.write(np.ascontiguousarray(tensor).reshape(-1).view(np.uint8))

@@ -9,7 +9,7 @@ import dataclasses
 import enum
 import math
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 MAX_LOGPROBS = 20
 """Most alternatives per token that a request may ask for (the limit of the OpenAI API and of vLLM's default)."""
@@ -175,9 +175,11 @@ class TokenLogprobs:
     top: Sequence[tuple[int, float]]  # the k likeliest (id, logprob), likeliest first
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class TokenEvent:
-    """What one step did for one request. Every request's last event has a `finish_reason`, and no other has."""
+class TokenEvent(NamedTuple):
+    """What one step did for one request. Every request's last event has a `finish_reason`, and no other has.
+
+    A NamedTuple, as one is made for every token: a frozen dataclass takes several times as long to make.
+    """
 
     request_id: str
     token_ids: Sequence[int] = ()  # new tokens, a stop id that ended the output included

@@ -15,7 +15,6 @@ class Engine:
         self._runner = runner
         self._scheduler = scheduler
         self._in_flight: InFlight | None = None
-        self._num_steps = 0
 
     @property
     def has_work(self) -> bool:
@@ -35,24 +34,22 @@ class Engine:
         plan = self._scheduler.next_plan()
         launched = self._runner.launch(plan) if plan is not None else None
         finished, self._in_flight = self._in_flight, launched
-        if plan is not None:
-            self._num_steps += 1
         return [] if finished is None else self._scheduler.apply(self._runner.collect(finished))
 
     def stats(self) -> EngineStats:
-        """A snapshot. When nothing runs, it also checks that every page is accounted for."""
+        """A snapshot. When nothing runs, it also checks that every page came back."""
         s = self._scheduler
-        if not self.has_work:
-            s.check_integrity()
+        if not self.has_work and s.pool.num_used:
+            raise RuntimeError(f"nothing runs, but {s.pool.num_used} pages are owned")
         return EngineStats(
             num_running=s.num_running,
             num_waiting=s.num_waiting,
-            num_pages_used=self.info.num_pages - s.pool.num_free,
+            num_pages_used=s.pool.num_used,
             num_pages=self.info.num_pages,
             prompt_tokens=s.prompt_tokens,
             generation_tokens=s.generation_tokens,
             num_preemptions=s.num_preemptions,
-            num_steps=self._num_steps,
+            num_steps=s.num_steps,
             compilations_after_ready=self._runner.compilations_after_ready,
         )
 

@@ -44,6 +44,7 @@ class _Generation(_Body, kw_only=True, frozen=True):
     stream_options: StreamOptions | None = None
     n: int | None = None
     max_tokens: int | None = None
+    max_completion_tokens: int | None = None  # the newer name; it wins
     min_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -69,8 +70,16 @@ class _Generation(_Body, kw_only=True, frozen=True):
     def continuous_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
-    def check(self) -> None:
+    @property
+    def token_limit(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    def check(self, least_tokens: int = 1) -> None:
         """Raises InvalidRequest for what the schema cannot say."""
+        for name in ("max_tokens", "max_completion_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < least_tokens:
+                _refuse(name, f"{name} is {value}; it must be at least 1, or 0 where a completion's prompt is echoed")
         if self.stream_options is not None and not self.stream:
             _refuse("stream_options", "stream_options needs stream: true")
         if self.continuous_usage and not self.include_usage:
@@ -78,7 +87,7 @@ class _Generation(_Body, kw_only=True, frozen=True):
         if self.n is not None and self.n > MAX_N:
             _refuse("n", f"n is {self.n}; at most {MAX_N} choices per prompt are supported")
 
-    def sampling(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+    def _sampling(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
         return SamplingParams(
             n=_or(self.n, 1),
             max_tokens=max_tokens,
@@ -110,15 +119,13 @@ class CompletionRequest(_Generation, kw_only=True, frozen=True):
 
     id_prefix: ClassVar[str] = "cmpl-"
 
-    def check(self) -> None:
-        super().check()
+    def check(self, least_tokens: int = 1) -> None:
+        super().check(0 if self.echo else least_tokens)
         if self.suffix:
             _refuse("suffix", "suffix is not supported: the model completes at the end of the prompt")
         n = _or(self.n, 1)
         if self.best_of is not None and self.best_of != n:
             _refuse("best_of", f"best_of is {self.best_of}, n is {n}; only best_of equal to n is supported")
-        if self.max_tokens == 0 and not self.echo:
-            _refuse("max_tokens", "max_tokens is 0; it must be at least 1, unless echo returns the prompt")
         if self.echo and self.logprobs is not None:
             _refuse("logprobs", "logprobs with echo is not supported: log-probabilities of a prompt are not computed")
         if (num_choices := len(self.prompts()) * n) > MAX_CHOICES:
@@ -142,7 +149,7 @@ class CompletionRequest(_Generation, kw_only=True, frozen=True):
         return prompts
 
     def to_sampling(self) -> SamplingParams:
-        return self.sampling(_or(self.max_tokens, DEFAULT_COMPLETION_TOKENS), self.logprobs)
+        return self._sampling(_or(self.token_limit, DEFAULT_COMPLETION_TOKENS), self.logprobs)
 
 
 class TextPart(_Body, kw_only=True, frozen=True):
@@ -180,7 +187,6 @@ class Message(_Body, kw_only=True, frozen=True):
 
 class ChatRequest(_Generation, kw_only=True, frozen=True):
     messages: list[Message]
-    max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -192,12 +198,8 @@ class ChatRequest(_Generation, kw_only=True, frozen=True):
 
     id_prefix: ClassVar[str] = "chatcmpl-"
 
-    def check(self) -> None:
-        super().check()
-        for name in ("max_tokens", "max_completion_tokens"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                _refuse(name, f"{name} is {value}; it must be at least 1")
+    def check(self, least_tokens: int = 1) -> None:
+        super().check(least_tokens)
         if self.top_logprobs is not None and not self.logprobs:
             _refuse("top_logprobs", "top_logprobs needs logprobs: true")
         if self.top_logprobs is not None and not 0 <= self.top_logprobs <= MAX_LOGPROBS:
@@ -217,8 +219,7 @@ class ChatRequest(_Generation, kw_only=True, frozen=True):
         return [message.to_template(f"messages[{i}]") for i, message in enumerate(self.messages)]
 
     def to_sampling(self) -> SamplingParams:
-        limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        return self.sampling(limit, _or(self.top_logprobs, 0) if self.logprobs else None)
+        return self._sampling(self.token_limit, _or(self.top_logprobs, 0) if self.logprobs else None)
 
 
 _decoders: Mapping[type, msgspec.json.Decoder] = {

@@ -114,6 +114,7 @@ async def serve(
             http="httptools",
             ws="none",
             lifespan="off",
+            proxy_headers=False,
             log_config=None,
             access_log=False,
             server_header=False,

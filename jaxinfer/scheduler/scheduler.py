@@ -246,7 +246,7 @@ class Scheduler:
             seq = self._admit()
         # There is a token left for it: it has no decode row, so there are fewer of these than max_mixed_tokens.
         while seq is not None:
-            chunk = seq.take_chunk(num_left)
+            chunk = seq.take_chunk(num_left, self.limits.page_size)
             chunks.append(chunk)
             if chunk.samples:
                 samplers[chunk.slot] = seq
@@ -277,10 +277,10 @@ class Scheduler:
     def _num_pages_until_decode(self, known: int) -> int:
         """Most pages that the running sequences take before a newcomer of `known` tokens has its first decode row.
 
-        With these kept free, no admission is undone before it gave a token and had a decode row. Keeping fewer would compute prompts for
-        nothing; keeping a page for each running sequence would leave memory idle, since one in `page_size` takes a page
-        in a step. The first chunk has at least 1 token, later ones what the decode rows leave; nobody else is admitted
-        before the prompt is done. Sequences that end meanwhile only free pages.
+        With these kept free, no admission is undone before it gave a token and had a decode row. Keeping fewer would
+        compute prompts for nothing; keeping a page for each running sequence would leave memory idle, since only one in
+        `page_size` takes a page in a step. The first chunk has at least 1 token, later ones what the decode rows leave;
+        nobody else is admitted before the prompt is done. Sequences that end meanwhile only free pages.
         """
         per_step = min(self.limits.max_step_tokens, self.limits.max_mixed_tokens - len(self._running))
         num_steps = -(-(known - 1) // per_step) + 1

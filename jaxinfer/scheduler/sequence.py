@@ -83,25 +83,25 @@ class Sequence:
         self.num_in_flight += 1
         return DecodeRow(slot, position, new_page, self.num_logprobs is not None)
 
-    def take_chunk(self, max_tokens: int) -> PrefillChunk:
-        """Plans the next known tokens, `max_tokens` at most. The first chunk carries all pages and the history."""
+    def take_chunk(self, max_tokens: int, page_size: int) -> PrefillChunk:
+        """Plans the next known tokens, `max_tokens` at most. A chunk carries the pages that its tokens begin."""
         slot, start = self.slot, self.num_computed
         assert slot is not None
         end = min(start + max_tokens, self.prefill_end)
         samples = end == self.prefill_end
         self.num_computed = end
         self.num_in_flight += samples
-        first = start == 0
+        first_new_page = -(-start // page_size)
         return PrefillChunk(
             slot=slot,
             start=start,
             token_ids=self.tokens[start:end],
-            new_pages=tuple(self.pages) if first else (),
-            first_new_page=0 if first else len(self.pages),
+            new_pages=self.pages[first_new_page : -(-end // page_size)],
+            first_new_page=first_new_page,
             samples=samples,
             request=self.request,
             prompt_len=self.prompt_len,
-            history=tuple(self.tokens) if first else None,
+            history=tuple(self.tokens) if start == 0 else None,
         )
 
     def receive(self, token: int, logprobs: TokenLogprobs | None) -> TokenEvent:

@@ -136,12 +136,18 @@ def check(params, places):
             assert np.array_equal(np.asarray(shard.data), whole[shard.index])
 
 assert len(jax.devices()) == 4
-for kind in (AxisType.Auto, AxisType.Explicit):
+splits = {
+    AxisType.Auto: (P(), P(None, "x", "y"), P("x", None, "y"), P(("x", "y"))),
+    AxisType.Explicit: (P(None, None, ("x", "y")), P("x", None, "y")),
+}
+for kind, kinds_splits in splits.items():
     mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(kind, kind))
-    for split in (P(), P(None, "x", "y"), P(None, None, ("x", "y")), P("x", None, "y"), P(("x", "y"))):
+    for split in kinds_splits:
         places = {"w": NamedSharding(mesh, split), "e": NamedSharding(mesh, P("y"))}
-        params = load.load(source, specs, jnp.float32, places)
-        check(params, places)
+        check(load.load(source, specs, jnp.float32, places), places)
+        if split != P("x", None, "y"):
+            continue
+        # Layers split over a mesh axis: the update of one layer still sends nothing between devices.
         placer = load._Placer(jnp.dtype(jnp.float32))
         sharding = load._automatic(places["w"])
         one = load._place(stacked[0], load._layer_sharding(sharding))

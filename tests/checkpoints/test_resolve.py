@@ -85,6 +85,11 @@ def test_a_gguf_file_and_a_folder_with_one_are_the_same_checkpoint(write_gguf):
     assert resolve(str(path), load_format="dummy").tensors is None
 
 
+def test_a_gguf_file_may_lack_a_tokenizer(write_gguf):
+    found = resolve(str(write_gguf(metadata={"tokenizer.ggml.model": "no_vocab"})))
+    assert (found.tokenizer_json, found.tokenizer_config) == (None, {})
+
+
 def test_the_alias_finds_the_file_of_its_package_without_importing_it(smollm2):
     assert smollm2.path.name == "SmolLM2-135M-Instruct.Q4_1.gguf"
     assert smollm2.config["num_hidden_layers"] == 30

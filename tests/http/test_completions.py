@@ -119,6 +119,8 @@ def test_model_defaults_hold_where_the_request_is_silent(server, engine):
         ({"prompt": ["a"] * 600, "n": 2}, "prompt"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": -1, "echo": True}, "max_tokens"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
         ({"min_tokens": 17}, "min_tokens"),
         ({"logprobs": 21}, "logprobs"),
         ({"logprobs": -1}, "logprobs"),
@@ -294,6 +296,10 @@ def test_max_tokens_is_a_cap_that_the_context_may_cut(server):
     reply = server.complete(prompt=[5] * 60, max_tokens=1000)
     assert choices(reply)[0]["finish_reason"] == "length"
     assert reply.json()["usage"]["completion_tokens"] == 4
+
+
+def test_max_completion_tokens_wins_in_completions_too(server):
+    assert server.complete(max_tokens=9, max_completion_tokens=3).json()["usage"]["completion_tokens"] == 3
 
 
 def test_completions_have_16_tokens_unless_asked_otherwise(server):

@@ -1,5 +1,7 @@
 """/metrics: what dashboards read."""
 
+import threading
+
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -77,8 +79,6 @@ def test_ends_are_counted_by_reason(server, body, reason):
 
 def test_gauges_follow_the_engine_and_return_to_0_after_drain(server, engine):
     engine.gate.clear()
-    import threading
-
     thread = threading.Thread(target=server.complete)
     thread.start()
     wait_for(lambda: engine.running)

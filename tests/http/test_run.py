@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import httpx
 import pytest
@@ -14,6 +15,8 @@ import pytest
 from jaxinfer.config import ConfigError, ServerConfig
 from jaxinfer.http.run import ServerThread, bind, url_of
 from tests.http.conftest import wait_for
+
+ROOT = Path(__file__).parents[2]
 
 
 def port_of(sock):
@@ -174,8 +177,8 @@ import sys
 from jaxinfer.config import ServerConfig
 from jaxinfer.http.run import bind, run, url_of
 from jaxinfer.http.server import create_app
-from tests.http.conftest import make_tokenizer
 from tests.http.fake_engine import FakeEngine
+from tests.http.tiny_tokenizer import make_tokenizer
 tokenizer, _ = make_tokenizer()
 engine = FakeEngine(tokenizer, step_s=0.02)
 if "die" in sys.argv:
@@ -194,7 +197,9 @@ def process():
 
     def start(*args):
         started.append(
-            subprocess.Popen([sys.executable, "-c", SCRIPT, *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+            subprocess.Popen(
+                [sys.executable, "-c", SCRIPT, *args], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            )
         )
         return started[-1]
 

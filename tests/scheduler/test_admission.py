@@ -21,14 +21,14 @@ def test_a_prompt_is_cut_at_the_token_limit_and_its_last_chunk_samples():
     harness.drain()
 
 
-def test_the_first_chunk_alone_brings_all_pages_and_the_history():
+def test_a_chunk_brings_the_pages_it_begins_and_the_first_brings_the_history():
     harness = Harness(page_size=4)
     request = harness.submit("a", 37)
     first, *later = [plan.prefills[0] for _ in range(3) if (plan := harness.step())]
-    assert (len(first.new_pages), first.first_new_page) == (10, 0)
+    assert (len(first.new_pages), first.first_new_page) == (4, 0)
     assert first.history == tuple(request.prompt_ids)
-    for chunk in later:
-        assert (chunk.new_pages, chunk.first_new_page, chunk.history) == ((), 10, None)
+    assert [(len(chunk.new_pages), chunk.first_new_page) for chunk in later] == [(4, 4), (2, 8)]
+    assert all(chunk.history is None for chunk in later)
 
 
 def test_what_one_prompt_leaves_of_a_step_goes_to_the_next():
@@ -110,7 +110,7 @@ def test_a_stream_of_short_requests_does_not_keep_a_long_one_waiting():
     harness.drain()
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(30))
 def test_no_admission_is_undone_before_it_gave_a_token_and_had_a_decode_row(seed: int):
     rng = random.Random(seed)
     harness = Harness(**random_limits(rng) | {"num_pages": rng.choice([12, 20, 30])})

@@ -1,0 +1,208 @@
+"""The command line: a thin face over api.py."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from jaxinfer import api, doctor
+from jaxinfer.config import DEFAULT_MODEL, DTYPES, LOAD_FORMATS, EngineConfig, ServerConfig
+from jaxinfer.types import SamplingParams
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command; the exit status says whether it succeeded."""
+    args = _parser().parse_args(argv)
+    try:
+        return args.run(args) or 0
+    except (ValueError, OSError, RuntimeError) as error:
+        print(f"jaxinfer {args.command}: {error}", file=sys.stderr)
+        return EXIT_FAILED
+    except KeyboardInterrupt:
+        return EXIT_FAILED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="jaxinfer", description="Large language models on NVIDIA GPUs, from JAX.")
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    def command(name: str, run: Any, text: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=text, description=text)
+        sub.set_defaults(run=run)
+        return sub
+
+    serve = command("serve", _serve, "Serve a model as OpenAI's HTTP API.")
+    _add_engine(serve)
+    _add_server(serve)
+    generate = command("generate", _generate, "Complete a prompt, or answer it as a chat message.")
+    _add_engine(generate)
+    _add_sampling(generate)
+    generate.add_argument("--prompt", required=True)
+    generate.add_argument("--chat", action="store_true", help="send the prompt through the model's chat template")
+    generate.add_argument("--stats", action="store_true", help="print time to first token and tokens per second")
+    chat = command("chat", _chat, "Talk to a model in the terminal.")
+    _add_engine(chat)
+    _add_sampling(chat)
+    chat.add_argument("--system", help="system message")
+    convert = command("convert", _convert, "Write a checkpoint as an Orbax store, which loads into any sharding.")
+    convert.add_argument("model", help="folder, GGUF file, Hub id or alias")
+    convert.add_argument("out", help="new folder")
+    convert.add_argument("--revision")
+    convert.add_argument("--dtype", choices=DTYPES, default="auto", help="of the stored weights; auto: as they are")
+    check = command("doctor", _doctor, "Report on Python, JAX, devices, memory and whether a model fits.")
+    _add_engine(check)
+    check.add_argument("--json", action="store_true", help="print the report as JSON")
+    return parser
+
+
+def _add_engine(parser: argparse.ArgumentParser) -> None:
+    """Flags of EngineConfig, under the names that users of vLLM know."""
+    group = parser.add_argument_group("engine")
+    group.add_argument("model_name", nargs="?", metavar="MODEL", help="the same as --model")
+    group.add_argument(
+        "--model", "--model-path", default=None, help=f"folder, GGUF file, Hub id or alias (default {DEFAULT_MODEL})"
+    )
+    group.add_argument("--revision", help="branch, tag or commit of a Hub id")
+    group.add_argument("--load-format", choices=LOAD_FORMATS, help="dummy: random weights for a config")
+    group.add_argument("--dtype", choices=DTYPES, help="auto: bfloat16 on a GPU, float32 on a CPU")
+    group.add_argument("--max-model-len", "--max-seq-len", type=int, help="usable context in tokens")
+    group.add_argument("--page-size", "--block-size", type=int, help="tokens per page of the KV cache")
+    group.add_argument("--num-pages", type=int, help="pages of the KV cache (default: what memory holds)")
+    group.add_argument("--gpu-memory-utilization", type=float, help="share of the device's memory to use")
+    group.add_argument("--max-num-seqs", "--num-slots", type=int, help="sequences that run at once")
+    group.add_argument("--max-num-batched-tokens", type=int, help="most tokens in one step")
+    group.add_argument("--max-step-ms", type=float, help="longest step while sequences decode, in ms")
+    group.add_argument("--max-waiting", type=int, help="requests that may wait before others are refused")
+    group.add_argument("--tensor-parallel-size", "-tp", type=int, help="devices that the model is split over")
+    group.add_argument("--seed", type=int, help="of random weights")
+    group.add_argument("--compile-cache-dir", help="folder for compiled steps; empty: none")
+
+
+def _add_server(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("server")
+    group.add_argument("--host", default=ServerConfig.host)
+    group.add_argument("--port", type=int, default=ServerConfig.port)
+    group.add_argument("--served-model-name", nargs="+", default=(), help="names that clients may use")
+    group.add_argument("--chat-template", help="file with a Jinja template, in place of the model's own")
+
+
+def _add_sampling(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("sampling")
+    group.add_argument("--max-tokens", type=int)
+    group.add_argument("--temperature", type=float)
+    group.add_argument("--top-k", type=int)
+    group.add_argument("--top-p", type=float)
+    group.add_argument("--min-p", type=float)
+    group.add_argument("--sampling-seed", type=int, help="the same seed gives the same output")
+
+
+def _engine_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The EngineConfig fields that the command line gave."""
+    if args.model is not None and args.model_name is not None and args.model != args.model_name:
+        raise ValueError(f"two models are named: {args.model_name!r} and --model {args.model!r}; give one")
+    options = {field.name: getattr(args, field.name) for field in dataclasses.fields(EngineConfig)}
+    options["model"] = args.model or args.model_name or DEFAULT_MODEL
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _sampling(args: argparse.Namespace) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=args.max_tokens,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        min_p=args.min_p,
+        seed=args.sampling_seed,
+    )
+
+
+def _serve(args: argparse.Namespace) -> None:
+    server: dict[str, Any] = {"served_model_names": tuple(args.served_model_name)}
+    if args.chat_template is not None:
+        with open(args.chat_template, encoding="utf-8") as file:
+            server["chat_template"] = file.read()
+    api.serve(host=args.host, port=args.port, server=server, **_engine_options(args))
+
+
+def _generate(args: argparse.Namespace) -> None:
+    sampling = _sampling(args)
+    with api.LLM(**_engine_options(args)) as llm:
+        prompt: Any = llm.chat_prompt([{"role": "user", "content": args.prompt}]) if args.chat else args.prompt
+        if not args.chat:
+            print(args.prompt, end="", flush=True)
+        stats = _print_stream(llm, prompt, sampling)
+    if args.stats:
+        print(f"\n{stats}")
+
+
+def _chat(args: argparse.Namespace) -> None:
+    sampling = _sampling(args)
+    messages = [{"role": "system", "content": args.system}] if args.system else []
+    with api.LLM(**_engine_options(args)) as llm:
+        print("An empty line, 'exit' or end of file ends the chat; Ctrl-C stops an answer.")
+        while (line := _read_line()) not in ("", "exit", "quit"):
+            messages.append({"role": "user", "content": line})
+            stats = _print_stream(llm, llm.chat_prompt(messages), sampling)
+            messages.append({"role": "assistant", "content": stats.text})
+
+
+def _read_line() -> str:
+    try:
+        return input("> ").strip()
+    except EOFError:
+        return ""
+
+
+@dataclasses.dataclass(slots=True)
+class _Stats:
+    """What a stream took."""
+
+    text: str = ""
+    num_tokens: int = 0
+    first_token_s: float = 0.0
+    total_s: float = 0.0
+
+    def __str__(self) -> str:
+        decode_s = self.total_s - self.first_token_s
+        rate = f"{(self.num_tokens - 1) / decode_s:.1f} tokens/s" if self.num_tokens > 1 and decode_s > 0 else "n/a"
+        return f"time to first token {self.first_token_s * 1e3:.0f} ms, {self.num_tokens} tokens, {rate}"
+
+
+def _print_stream(llm: api.LLM, prompt: Any, sampling: SamplingParams) -> _Stats:
+    """Prints an answer as it comes. Ctrl-C ends the answer, not the program."""
+    stats = _Stats()
+    start_s = time.perf_counter()
+    stream = llm.stream(prompt, sampling)
+    try:
+        for delta in stream:
+            if stats.num_tokens == 0:
+                stats.first_token_s = time.perf_counter() - start_s
+            stats.num_tokens += len(delta.token_ids)
+            stats.text += delta.text
+            print(delta.text, end="", flush=True)
+    except KeyboardInterrupt:
+        stream.close()
+    stats.total_s = time.perf_counter() - start_s
+    print()
+    return stats
+
+
+def _convert(args: argparse.Namespace) -> None:
+    api.convert(args.model, args.out, revision=args.revision, dtype=args.dtype)
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    report = doctor.examine(EngineConfig(**_engine_options(args)))
+    print(report.to_json() if args.json else report)
+    return 0 if report.healthy else EXIT_FAILED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,122 @@
+"""Whether this machine can serve a model: versions, devices, driver, memory, and the model's fit."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import subprocess
+
+import jax
+import jax.numpy as jnp
+
+from checkpoints.resolve import resolve
+from jaxinfer.config import EngineConfig
+from jaxinfer.models import registry
+from jaxinfer.params import num_bytes
+from jaxinfer.runner.cache import token_bytes
+from jaxinfer.sharding import rules
+
+PACKAGES = ("jax", "jaxlib", "flax", "orbax-checkpoint", "tokenizers", "jax-triton", "triton")
+REQUIRED = ("jax", "jaxlib", "flax", "orbax-checkpoint", "tokenizers")
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at."""
+
+    name: str
+    value: str
+    ok: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """Everything that was looked at."""
+
+    findings: tuple[Finding, ...]
+
+    @property
+    def healthy(self) -> bool:
+        """Whether nothing is wrong."""
+        return all(finding.ok for finding in self.findings)
+
+    def to_json(self) -> str:
+        """The report for programs."""
+        findings = [dataclasses.asdict(finding) for finding in self.findings]
+        return json.dumps({"healthy": self.healthy, "findings": findings}, indent=2)
+
+    def __str__(self) -> str:
+        width = max(len(finding.name) for finding in self.findings)
+        return "\n".join(f"{'ok  ' if f.ok else 'FAIL'} {f.name:{width}}  {f.value}" for f in self.findings)
+
+
+def examine(config: EngineConfig) -> Report:
+    """Looks at the machine, then at the model that `config` names."""
+    findings = [Finding("python", platform.python_version()), *_packages(), _driver()]
+    try:
+        devices = jax.devices()
+    except RuntimeError as error:
+        return Report((*findings, Finding("devices", str(error), ok=False)))
+    kinds = ", ".join(f"{device.device_kind} ({device.platform})" for device in devices)
+    memory = _device_memory(devices[0])
+    findings += [Finding("devices", kinds), Finding("memory per device", _gib(memory))]
+    return Report((*findings, *_model(config, memory)))
+
+
+def _packages() -> list[Finding]:
+    found = []
+    for name in PACKAGES:
+        try:
+            found.append(Finding(name, importlib.metadata.version(name)))
+        except importlib.metadata.PackageNotFoundError:
+            found.append(Finding(name, "not installed", ok=name not in REQUIRED))
+    return found
+
+
+def _driver() -> Finding:
+    """The NVIDIA driver. A card that JAX does not see is wrong; no card at all is not."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return Finding("driver", "no NVIDIA driver: models run on the CPU")
+    query = [tool, "--query-gpu=driver_version,name,memory.total", "--format=csv,noheader"]
+    answer = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
+    if answer.returncode != 0:
+        return Finding("driver", f"nvidia-smi failed: {answer.stderr.strip() or answer.stdout.strip()}", ok=False)
+    seen = any(device.platform == "gpu" for device in jax.devices())
+    note = "" if seen else ": JAX does not see it; install jaxinfer[cuda13] or [cuda12]"
+    return Finding("driver", answer.stdout.strip().replace("\n", "; ") + note, ok=seen)
+
+
+def _device_memory(device: jax.Device) -> int:
+    """Bytes that arrays may take on one device."""
+    if device.platform == "cpu":
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return device.memory_stats()["bytes_limit"]
+
+
+def _model(config: EngineConfig, memory: int) -> list[Finding]:
+    try:
+        checkpoint = resolve(config.model, revision=config.revision, load_format=config.load_format)
+        model = registry.from_config(checkpoint.config)
+        mesh = rules.make_mesh(config.tensor_parallel_size)
+        rules.check_divisible(model.specs, mesh, rules.TENSOR_PARALLEL)
+    except ValueError as error:
+        return [Finding("model", f"{config.model}: {error}", ok=False)]
+    dtype = config.dtype
+    if dtype == "auto":
+        dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    weights = num_bytes(model.specs, jnp.dtype(dtype)) // mesh.size
+    context = token_bytes(model.cache, jnp.dtype(dtype)) * (config.max_model_len or model.max_model_len) // mesh.size
+    fit = f"{_gib(weights)} of weights and {_gib(context)} for one full context, in {dtype}"
+    return [
+        Finding("model", f"{config.model}: {model.architecture}, {checkpoint.format}"),
+        Finding("fit", f"{fit}; {_gib(memory)} per device", ok=weights < memory),
+    ]
+
+
+def _gib(num: int) -> str:
+    return f"{num / 2**30:.2f} GiB"
