@@ -8,7 +8,6 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import orbax.checkpoint as ocp
 from jax.sharding import Sharding
 
 from checkpoints.load import check_complete
@@ -31,6 +30,8 @@ def save(path: str | Path, params: Params, specs: Specs, checkpoint: Checkpoint)
         raise CheckpointError(f"{folder}: is not empty; a store is written to a new folder")
     check_complete(_shapes(specs), {name: array.shape for name, array in params.items()})
     folder.mkdir(parents=True, exist_ok=True)
+    import orbax.checkpoint as ocp
+
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         checkpointer.save(folder / _PARAMS, args=ocp.args.PyTreeSave(dict(params)))
     files = {
@@ -50,6 +51,8 @@ def restore(path: str | Path, specs: Specs, dtype: jnp.dtype, shardings: Mapping
 
     Each device reads its own part. Parameters that are missing, extra or misshapen raise one CheckpointError.
     """
+    import orbax.checkpoint as ocp
+
     folder = Path(path).absolute()
     check_complete(_shapes(specs), stored_shapes(folder))
     targets = {

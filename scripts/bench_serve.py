@@ -112,10 +112,7 @@ class Connection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
-    # asyncio calls these.
-
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport) or hasattr(transport, "write")
         self._transport = transport  # pyright: ignore[reportAttributeAccessIssue]
 
     def data_received(self, data: bytes) -> None:
@@ -127,8 +124,6 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end(f"the server closed the connection {exc or ''}".rstrip())
-
-    # The parser calls these.
 
     def on_body(self, body: bytes) -> None:
         if self._parser.get_status_code() != 200:
@@ -170,9 +165,6 @@ class Connection(asyncio.Protocol):
             self._ended.set_result(None)
 
 
-# One process of clients
-
-
 def client_process(workload: Workload, rank: int, num_processes: int, barrier: Any, results: Any) -> None:
     """Runs this process's share of the clients and of the requests; puts a list of Measured."""
     try:
@@ -191,12 +183,10 @@ async def _clients(workload: Workload, rank: int, num_processes: int, barrier: A
     for failed in (m for m in await _closed_loop(connections, warmup) if m.error is not None):
         raise RuntimeError(f"a warm-up request failed: {failed.error}")
     await asyncio.to_thread(barrier.wait, workload.max_seconds)
-    run = (
-        _closed_loop(connections, payloads)
-        if workload.request_rate is None
-        else _open_loop(connections, payloads, _arrivals_s(workload, numbers))
-    )
-    task = asyncio.create_task(run)
+    if workload.request_rate is None:
+        task = asyncio.create_task(_closed_loop(connections, payloads))
+    else:
+        task = asyncio.create_task(_open_loop(connections, payloads, _arrivals_s(workload, numbers)))
     await asyncio.wait({task}, timeout=workload.max_seconds)
     if not task.done():
         task.cancel()
@@ -261,9 +251,6 @@ def _arrivals_s(workload: Workload, numbers: Sequence[int]) -> list[float]:
         now_s += rng.expovariate(workload.request_rate)
         times.append(now_s)
     return [times[number] for number in numbers]
-
-
-# The run
 
 
 def run(workload: Workload, num_processes: int) -> dict[str, Any]:
@@ -356,28 +343,16 @@ def record(path: Path, label: str, rows: Sequence[dict[str, Any]]) -> None:
     os.replace(partial, path)
 
 
-def workloads(args: argparse.Namespace) -> list[Workload]:
-    def one(concurrency: int) -> Workload:
-        return Workload(
-            base_url=args.base_url,
-            model=args.model,
-            input_len=args.input_len,
-            output_len=args.output_len,
-            num_prompts=args.num_prompts or max(30, 4 * concurrency),
-            warmup=concurrency if args.warmup is None else args.warmup,
-            concurrency=concurrency,
-            request_rate=args.request_rate,
-            vocab_size=args.vocab_size,
-            seed=args.seed,
-            max_seconds=args.max_seconds,
-            extra_body=json.loads(args.extra_body),
-        )
-
-    return [one(concurrency) for concurrency in args.concurrency]
+def workload_of(args: argparse.Namespace, concurrency: int) -> Workload:
+    given = {field.name: getattr(args, field.name) for field in dataclasses.fields(Workload)}
+    given["concurrency"] = concurrency
+    given["num_prompts"] = args.num_prompts or max(30, 4 * concurrency)
+    given["warmup"] = concurrency if args.warmup is None else args.warmup
+    return Workload(**given)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Measures a server that speaks the OpenAI API.")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     add = parser.add_argument
     add("--base-url", default="http://127.0.0.1:8000")
     add("--model", help="name to ask for; without it the request names none")
@@ -391,7 +366,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--processes", type=int, default=min(8, os.cpu_count() or 1), help="client processes")
     add("--max-seconds", type=float, default=600.0, help="a run that takes longer is cut")
     add("--seed", type=int, default=0)
-    add("--extra-body", default="{}", help="JSON fields added to each request")
+    add("--extra-body", type=json.loads, default="{}", help="JSON fields added to each request")
     add("--record", type=Path, help="results file to merge the rows into")
     add("--label", default="jaxinfer", help="what was measured, in the results file")
     args = parser.parse_args(argv)
@@ -409,16 +384,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     rows = []
     print(f"{'C':>5} {'in/out':>10} {'tok/s':>9} {'req/s':>8} {'TTFT p50/p99 ms':>17} {'TPOT ms':>8} {'failed':>6}")
-    for workload in workloads(args):
-        row = run(workload, args.processes)
+    for concurrency in args.concurrency:
+        row = run(workload_of(args, concurrency), args.processes)
         rows.append(row)
-        ttft = "{median_ttft_ms}/{p99_ttft_ms}".format(**row)
-        lengths = f"{workload.input_len}/{workload.output_len}"
-        print(
-            f"{workload.concurrency:>5} {lengths:>10} {row['output_throughput']:>9} {row['request_throughput']:>8} "
-            f"{ttft:>17} {row['median_tpot_ms']!s:>8} {row['failed']:>6}",
-            flush=True,
+        lengths, ttft = "{input_len}/{output_len}".format(**row), "{median_ttft_ms}/{p99_ttft_ms}".format(**row)
+        numbers = (
+            f"{row['output_throughput']:>9} {row['request_throughput']:>8} {ttft:>17} {row['median_tpot_ms']!s:>8}"
         )
+        print(f"{concurrency:>5} {lengths:>10} {numbers} {row['failed']:>6}", flush=True)
         for error, count in row.get("errors", {}).items():
             print(f"      {count} x {error}", file=sys.stderr)
     print(json.dumps(rows))

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Lint, format and tests, on the CPU.
+# Lint, format, types of the layers that need no JAX, and tests, on the CPU.
 #
 #   bash scripts/test.sh [pytest arguments]         all but what is marked long or gpu
 #   bash scripts/test.sh --all [pytest arguments]   what is marked long (minutes: clients, meshes)
@@ -21,6 +21,7 @@ fi
 bash scripts/setup.sh test
 .venv/bin/ruff check
 .venv/bin/ruff format --check
+.venv/bin/pyright
 
 # loadfile: the tests of a file run in one worker, so that an engine that a file compiles once for all of its tests is
 # compiled once. loadscope would part the classes of a file, and the default spreads its tests over all workers.

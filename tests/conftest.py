@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,8 +16,6 @@ import pytest
 
 NUM_CPU_DEVICES = 4
 """Virtual devices of the CPU, so that meshes are tested in the same process."""
-CACHE_BYTES = 2**30
-"""Limit of the compilation cache. With a limit JAX locks it, so that the workers of a run can share it."""
 GOLDEN = Path(__file__).parent / "golden"
 
 
@@ -39,17 +35,14 @@ class Golden(NamedTuple):
     """[16] float32 each: first minus second logit of each greedy step."""
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure() -> None:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")
+    # A step that a cache had would not count as compiled, and an engine would write to the user's own cache. (A cache
+    # shared by the workers of one run was measured too: it saved nothing.)
+    os.environ.setdefault("JAX_ENABLE_COMPILATION_CACHE", "false")
     if os.environ["JAX_PLATFORMS"] == "cpu":
         os.environ.setdefault("JAX_NUM_CPU_DEVICES", str(NUM_CPU_DEVICES))
-    if not hasattr(config, "workerinput"):  # the process that starts the workers, or the only one
-        folder = tempfile.mkdtemp(prefix="jaxinfer-tests-")
-        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
-        os.environ["JAX_COMPILATION_CACHE_DIR"] = folder
-        os.environ["JAX_COMPILATION_CACHE_MAX_SIZE"] = str(CACHE_BYTES)
-        os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
 
 
 @pytest.fixture(scope="session")

@@ -44,12 +44,13 @@ MAY_IMPORT = {
     "jaxinfer.engine": ("jaxinfer.types", "jaxinfer.config", "jaxinfer.scheduler", "jaxinfer.runner"),
     "jaxinfer.build": PACKAGES,  # the half of api that makes the parts
     "jaxinfer.api": PACKAGES,
-    "jaxinfer.cli": ("jaxinfer.api", "jaxinfer.config", "jaxinfer.types"),
+    "jaxinfer.doctor": PACKAGES,  # reports on every part
+    "jaxinfer.cli": ("jaxinfer.api", "jaxinfer.doctor", "jaxinfer.config", "jaxinfer.types"),
     "jaxinfer.__main__": ("jaxinfer.cli",),
     "jaxinfer": ("jaxinfer.api", "jaxinfer.config", "jaxinfer.types", "jaxinfer.agent"),  # __init__: the public names
 }
-ABOVE_ALL = ("jaxinfer.api", "jaxinfer.build", "jaxinfer.cli", "jaxinfer.__main__", "jaxinfer")
-"""What `PACKAGES` leaves out: only api and cli know of these."""
+ABOVE_ALL = ("jaxinfer.api", "jaxinfer.build", "jaxinfer.doctor", "jaxinfer.cli", "jaxinfer.__main__", "jaxinfer")
+"""What `PACKAGES` leaves out, save that api and doctor know of build."""
 
 WITHOUT_JAX = ("jaxinfer.types", "jaxinfer.config", "jaxinfer.text", "jaxinfer.scheduler", "jaxinfer.http")
 JAX = {"jax", "jaxlib", "flax", "optax", "orbax", "jax_triton"}
@@ -59,6 +60,7 @@ JAX = {"jax", "jaxlib", "flax", "optax", "orbax", "jax_triton"}
 INSIDE_FUNCTIONS = {
     ("pallas_kernels", "jax_triton"): "only the extras cuda12, cuda13 and capture install it",
     ("pallas_kernels", "triton"): "only the extras cuda12, cuda13 and capture install it",
+    ("checkpoints", "orbax"): "takes 4 s to import, and only Orbax stores need it",
     ("jaxinfer.batch", "grain"): "only batch jobs need it",
     ("jaxinfer.text", "llguidance"): "only constrained output needs it",
 }
@@ -131,7 +133,7 @@ def is_allowed(layer: str, target: str) -> bool:
         return True
     allowed = MAY_IMPORT[layer]
     if allowed is PACKAGES:
-        return (layer, target) == ("jaxinfer.api", "jaxinfer.build") or layer_of(target) not in ABOVE_ALL
+        return layer_of(target) not in ABOVE_ALL or (target == "jaxinfer.build" and layer != "jaxinfer.build")
     return any(is_within(target, other) for other in allowed)
 
 

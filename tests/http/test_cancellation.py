@@ -1,11 +1,14 @@
 """A client that leaves stops its generation, and no other."""
 
+import asyncio
 import json
 import socket
 import threading
 
 import pytest
 
+from jaxinfer.http.errors import ClientGone
+from jaxinfer.http.guard import OpenRequests
 from tests.http.conftest import wait_for
 
 
@@ -43,6 +46,40 @@ def test_closing_the_socket_cancels_every_sequence(server, engine, path, stream,
     wait_for(lambda: not engine.running, limit_s=1)
     assert len(engine.cancelled) == n
     assert "num_requests_running" in server.metrics()
+
+
+def test_iterator_of_the_engine_is_closed_in_the_turn_in_which_the_disconnect_is_noticed():
+    closed = []
+
+    async def generate():
+        try:
+            await asyncio.Event().wait()
+            yield
+        finally:
+            closed.append(True)
+
+    async def scenario():
+        gone = asyncio.Event()
+
+        async def receive():
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def work():
+            async with OpenRequests().guard(receive):
+                async for _ in generate():
+                    pass
+
+        task = asyncio.create_task(work())
+        await asyncio.sleep(0.01)
+        gone.set()
+        await asyncio.sleep(0)  # the watcher notices
+        await asyncio.sleep(0)
+        assert closed
+        with pytest.raises(ClientGone):
+            await task
+
+    asyncio.run(scenario())
 
 
 def test_client_that_leaves_a_stream_unread_is_noticed(server, engine):
