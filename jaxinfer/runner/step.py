@@ -100,7 +100,7 @@ class StepBuilder:
             real = step.query_len > 0
         else:
             token = jnp.arange(step.tokens.shape[0])
-            row = jnp.minimum(jnp.searchsorted(ends, token, side="right"), step.slot.shape[0] - 1)
+            row = jnp.minimum(jnp.searchsorted(ends, token, side="right", method="compare_all"), step.slot.shape[0] - 1)
             real = token < ends[-1]
         position = jnp.where(real, step.context_len[row] + (jnp.arange(row.shape[0]) - start[row]), 0)
         table = state.page_table[step.slot]

@@ -62,7 +62,7 @@ def _blocks(rows: PagedRows, block: int) -> Blocks:
     ends = jnp.cumsum(per_row)
     first = ends - per_row
     n = jnp.arange(num_tokens // block + num_rows)
-    row = jnp.minimum(jnp.searchsorted(ends, n, side="right"), num_rows - 1)
+    row = jnp.minimum(jnp.searchsorted(ends, n, side="right", method="compare_all"), num_rows - 1)
     index = (n - first[row])[:, None] * block + jnp.arange(block)  # of the token in its row
     real = (n < ends[-1])[:, None] & (index < rows.query_len[row][:, None])
     token = jnp.clip(rows.query_start[row][:, None] + index, 0, num_tokens - 1)
