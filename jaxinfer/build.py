@@ -24,7 +24,8 @@ from jaxinfer.models.model import Model
 from jaxinfer.params import Params, num_bytes, random_params
 from jaxinfer.runner import cache
 from jaxinfer.runner.buckets import Bucket, make_buckets
-from jaxinfer.runner.runner import ModelRunner, compile_lowered, lower_step
+from jaxinfer.runner.compiled import compile_lowered, lower_step
+from jaxinfer.runner.runner import ModelRunner
 from jaxinfer.runner.step import StepBuilder
 from jaxinfer.scheduler.scheduler import Scheduler
 from jaxinfer.sharding import rules
@@ -83,11 +84,9 @@ def build_engine(config: EngineConfig, *, show_progress: bool = True) -> Engine:
     buckets = make_buckets(_platform(mesh), shape.num_slots, _max_step_tokens(config, shape.num_slots, mesh))
     progress = Progress(show_progress)
     params = load_params(checkpoint, model, shape.dtype, shardings, seed=config.seed, progress=progress)
-    builder = StepBuilder(model=model, shape=shape, vocab_size=vocab_size, mesh=mesh)
-    builder = _size_pool(config, builder, params, buckets[-1])
-    runner = ModelRunner(builder, params, buckets)
-    runner.compile(progress)
-    times_ms = runner.warm_up(progress)
+    builder = StepBuilder(model=model, shape=shape, vocab_size=vocab_size, mesh=mesh, buckets=tuple(buckets))
+    builder = _size_pool(config, builder, params)
+    runner = ModelRunner(builder, params, progress)
     progress.close()
     limits = SchedulerLimits(
         max_model_len=builder.shape.max_model_len,
@@ -95,7 +94,7 @@ def build_engine(config: EngineConfig, *, show_progress: bool = True) -> Engine:
         num_pages=builder.shape.num_pages,
         max_num_seqs=shape.num_slots,
         max_step_tokens=buckets[-1].tokens,
-        max_mixed_tokens=_max_mixed_tokens(config, buckets, times_ms, mesh),
+        max_mixed_tokens=_max_mixed_tokens(config, buckets, runner.times_ms, mesh),
         max_waiting=config.max_waiting,
     )
     info = EngineInfo(
@@ -213,13 +212,13 @@ def _max_step_tokens(config: EngineConfig, num_slots: int, mesh: Mesh) -> int:
     return tokens
 
 
-def _size_pool(config: EngineConfig, builder: StepBuilder, params: Params, largest: Bucket) -> StepBuilder:
+def _size_pool(config: EngineConfig, builder: StepBuilder, params: Params) -> StepBuilder:
     """The builder with the pages that fit, and with a context that they can hold."""
     shape = builder.shape
     if config.num_pages is None:
         temp_bytes = 0
         if _platform(builder.mesh) == "gpu":
-            compiled = compile_lowered(lower_step(builder, params, largest), "gpu")
+            compiled = compile_lowered(builder, lower_step(builder, params, builder.buckets[-1]))
             temp_bytes = compiled.memory_analysis().temp_size_in_bytes
         used = cache.slot_bytes(shape) + num_bytes(builder.model.specs, shape.dtype) // builder.mesh.size
         pages = cache.pool_pages(shape, builder.mesh, used_bytes=used, temp_bytes=temp_bytes)

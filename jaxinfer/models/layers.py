@@ -5,7 +5,6 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-
 FLOAT32_SUMS = {
     "bfloat16": jax.lax.DotAlgorithmPreset.BF16_BF16_F32,
     "float16": jax.lax.DotAlgorithmPreset.F16_F16_F32,

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinfer.models.model import CacheShape
 from jaxinfer.runner import inputs
+from jaxinfer.runner.sampling import num_top
 from jaxinfer.sharding import rules
 
 CPU_POOL_BYTES = 2**30
@@ -33,7 +34,8 @@ class DeviceState:
     k_pages: jax.Array  # [L, P, S, K, E]
     v_pages: jax.Array  # [L, P, S, K, E]
     page_table: jax.Array  # [N + 1, W] int32
-    last_token: jax.Array  # [N + 1] int32: the token that the slot's next decode row computes
+    last_token: jax.Array  # [N + 1] int32: the token sampled last, which the slot's next decode row computes
+    logprobs: jax.Array  # [N + 1, 1 + 2k] float32: sampling.Logprobs of that token, packed
     sampling: jax.Array  # [N + 1, inputs.SAMPLING_FIELDS] int32: a request's parameters, floats by their bits
     output_counts: jax.Array  # [N + 1, V] int32: occurrences in the output, for slots with penalties
     in_prompt: jax.Array  # [N + 1, V] bool: whether the prompt holds the token, for slots with penalties
@@ -71,6 +73,7 @@ class StateShape:
             v_pages=array(pool, self.dtype, pool_axes),
             page_table=array((rows, self.table_width), jnp.int32),
             last_token=array((rows,), jnp.int32),
+            logprobs=array((rows, 1 + 2 * num_top(self.vocab_rows)), jnp.float32),
             sampling=array((rows, inputs.SAMPLING_FIELDS), jnp.int32),
             output_counts=array((rows, self.vocab_rows), jnp.int32),
             in_prompt=array((rows, self.vocab_rows), jnp.bool_),
@@ -91,7 +94,8 @@ def token_bytes(cache: CacheShape, dtype: jnp.dtype) -> int:
 def slot_bytes(shape: StateShape) -> int:
     """Bytes of everything but the KV pages."""
     per_token = sum(jnp.dtype(t).itemsize for t in (jnp.int32, jnp.bool_, jnp.float32))
-    per_slot = 4 * (shape.table_width + 1 + inputs.SAMPLING_FIELDS) + per_token * shape.vocab_rows
+    fields = shape.table_width + 2 + 2 * num_top(shape.vocab_rows) + inputs.SAMPLING_FIELDS
+    per_slot = 4 * fields + per_token * shape.vocab_rows
     return (shape.num_slots + 1) * per_slot
 
 

@@ -128,6 +128,11 @@ class SlotHistory(NamedTuple):
     bias: jax.Array  # [MAX_LOGIT_BIAS] float32
 
 
+def history_size(max_model_len: int) -> int:
+    """Length of the vector for a slot's history: slot, prompt length, known length, tokens, bias ids, biases."""
+    return 3 + max_model_len + 2 * MAX_LOGIT_BIAS
+
+
 def pack_history(chunk: PrefillChunk, *, max_model_len: int, vocab_rows: int) -> np.ndarray:
     """The vector for the slot of a chunk that begins an admission."""
     history = chunk.history or ()

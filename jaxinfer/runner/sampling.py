@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.random import threefry2x32_p
 
 from jaxinfer.runner.inputs import FLOATS, INTS
@@ -13,11 +15,28 @@ from jaxinfer.types import MAX_LOGPROBS
 
 
 class Logprobs(NamedTuple):
-    """Of the raw logits: natural log-probabilities. Zeros for rows that did not ask."""
+    """Of the raw logits: natural log-probabilities. Zeros for rows that did not ask. k is `num_top(V)`."""
 
     chosen: jax.Array  # [R]
-    top_ids: jax.Array  # [R, MAX_LOGPROBS or V if that is less]
-    top: jax.Array  # the same shape
+    top_ids: jax.Array  # [R, k]
+    top: jax.Array  # [R, k]
+
+    def pack(self) -> jax.Array:
+        """[R, 1 + 2k] float32, ids by their bits, for one array of state to hold them all."""
+        ids = jax.lax.bitcast_convert_type(self.top_ids, jnp.float32)
+        return jnp.concatenate([self.chosen[:, None], ids, self.top], axis=1)
+
+
+def num_top(vocab_rows: int) -> int:
+    """Alternatives per token: MAX_LOGPROBS, or the vocabulary if that is smaller."""
+    return min(MAX_LOGPROBS, vocab_rows)
+
+
+def unpack_logprobs(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """On the host: chosen [R], top_ids [R, k] and top [R, k] from what `Logprobs.pack` made."""
+    chosen, rest = packed[:, 0], packed[:, 1:]
+    ids, top = np.split(rest, 2, axis=1)
+    return chosen, np.ascontiguousarray(ids).view(np.int32), top
 
 
 class SamplingRows(NamedTuple):
@@ -55,17 +74,22 @@ class TokenHistory(NamedTuple):
 
 
 def sample(
-    logits: jax.Array, rows: SamplingRows, history: TokenHistory, position: jax.Array, active: jax.Array
+    logits: jax.Array,
+    rows: SamplingRows,
+    history: Callable[[], TokenHistory],
+    position: jax.Array,
+    active: jax.Array,
 ) -> tuple[jax.Array, Logprobs]:
     """Chooses a token for each row. logits [R, V] float32, -inf where the vocabulary is padded; position [R] of it.
 
+    history: gathers what penalties and biases read, and is called where they are, so that other steps never pay.
     Rows that are not active get an arbitrary token, and do not make the others pay for what they ask.
     """
     adjusts = (rows.has_penalties > 0) | (rows.has_bias > 0) | (position < rows.no_stop_before)
     draws = rows.temperature > 0
     tokens = jax.lax.cond(
         jnp.any(active & (adjusts | draws)),
-        lambda: _choose(_adjust(logits, rows, history, position), rows, position, active),
+        lambda: _choose(_adjust(logits, rows, history(), position), rows, position, active),
         lambda: _argmax(logits),
     )
     wants = active & (rows.wants_logprobs > 0)
@@ -76,12 +100,12 @@ def logprobs(logits: jax.Array, tokens: jax.Array) -> Logprobs:
     """Of the chosen tokens [R] and of the likeliest, from logits [R, V]."""
     normalizer = jax.nn.logsumexp(logits, axis=-1)
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
-    top, ids = jax.lax.top_k(logits, min(MAX_LOGPROBS, logits.shape[-1]))
+    top, ids = jax.lax.top_k(logits, num_top(logits.shape[-1]))
     return Logprobs(chosen - normalizer, ids.astype(jnp.int32), top - normalizer[:, None])
 
 
 def _no_logprobs(logits: jax.Array) -> Logprobs:
-    shape = (logits.shape[0], min(MAX_LOGPROBS, logits.shape[-1]))
+    shape = (logits.shape[0], num_top(logits.shape[-1]))
     return Logprobs(jnp.zeros(shape[:1]), jnp.zeros(shape, jnp.int32), jnp.zeros(shape))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinfer.models.model import Model
 from jaxinfer.params import Params
@@ -17,7 +17,7 @@ from jaxinfer.runner.cache import DeviceState, StateShape
 from jaxinfer.sharding import rules
 from pallas_kernels.paged_attention.api import PagedRows, paged_attention
 
-Step = Callable[[Params, DeviceState, jax.Array], tuple[DeviceState, jax.Array, sampling.Logprobs]]
+Step = Callable[[Params, DeviceState, jax.Array], DeviceState]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,25 +28,47 @@ class StepBuilder:
     shape: StateShape
     vocab_size: int  # token ids from here on are padding, never sampled
     mesh: Mesh
+    buckets: tuple[Bucket, ...]
     axis_rules: Mapping[str, str] = dataclasses.field(default_factory=lambda: rules.TENSOR_PARALLEL)
 
+    @property
+    def platform(self) -> str:
+        """What the devices are: "cpu", or a kind of GPU."""
+        return self.mesh.devices.flat[0].platform
+
+    @property
+    def abstract_state(self) -> DeviceState:
+        """Shapes, dtypes and shardings of the state."""
+        return self.shape.abstract(self.mesh, self.axis_rules)
+
+    @property
+    def abstract_inputs(self) -> jax.ShapeDtypeStruct:
+        """The buffer that inputs are staged in: as long as the largest bucket needs."""
+        size = max(inputs.packed_size(bucket, self.shape.page_size) for bucket in self.buckets)
+        return self.replicated((size,), jnp.int32)
+
+    def replicated(self, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.ShapeDtypeStruct:
+        """An array of which every device has a copy."""
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self.mesh, PartitionSpec()))
+
     def step(self, bucket: Bucket) -> Step:
-        """(params, state, packed inputs) -> (state, sampled tokens [R], log-probabilities). The state is donated."""
+        """(params, state, packed inputs) -> state, which is donated and holds by slot what was sampled."""
         tensor_axis = rules.TENSOR if self.mesh.size > 1 else None
 
-        def run(params: Params, state: DeviceState, packed: jax.Array):
+        def run(params: Params, state: DeviceState, packed: jax.Array) -> DeviceState:
+            packed = packed[: inputs.packed_size(bucket, self.shape.page_size)]
             step = inputs.unpack(packed, bucket, page_size=self.shape.page_size, num_slots=self.shape.num_slots)
             return self._run(params, state, step, tensor_axis)
 
         if tensor_axis is None:
             return run
-        state_specs = jax.tree.map(lambda a: a.sharding.spec, self.shape.abstract(self.mesh, self.axis_rules))
+        state_specs = jax.tree.map(lambda a: a.sharding.spec, self.abstract_state)
         replicated = PartitionSpec()
         return jax.shard_map(
             run,
             mesh=self.mesh,
             in_specs=(rules.partitions(self.model.specs, self.axis_rules), state_specs, replicated),
-            out_specs=(state_specs, replicated, replicated),
+            out_specs=state_specs,
             check_vma=False,
         )
 
@@ -62,7 +84,7 @@ class StepBuilder:
             logit_bias=state.logit_bias.at[h.slot].set(bias),
         )
 
-    def _run(self, params: Params, state: DeviceState, step: inputs.StepInputs, tensor_axis: str | None):
+    def _run(self, params: Params, state: DeviceState, step: inputs.StepInputs, tensor_axis: str | None) -> DeviceState:
         state = self._update(state, step)
         rows = self._rows(state, step)
         tokens = state.last_token[step.slot[rows.token_row]]
@@ -107,19 +129,22 @@ class StepBuilder:
         page = jnp.where(real, table[row, position // self.shape.page_size], 0)
         return PagedRows(table, start, step.query_len, step.context_len, row, position, page)
 
-    def _sample(self, state: DeviceState, step: inputs.StepInputs, logits: jax.Array):
-        """Samples for every row, and remembers the token in the slots of those that do sample."""
+    def _sample(self, state: DeviceState, step: inputs.StepInputs, logits: jax.Array) -> DeviceState:
+        """Samples for every row, and writes the token to the slots of those that do sample."""
         ids = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
         logits = jnp.where(ids < self.vocab_size, logits, -jnp.inf)
         rows = sampling.SamplingRows.from_fields(state.sampling[step.slot])
-        history = sampling.TokenHistory(
-            *(a[step.slot] for a in (state.output_counts, state.in_prompt, state.logit_bias))
-        )
+
+        def history() -> sampling.TokenHistory:
+            return sampling.TokenHistory(
+                state.output_counts[step.slot], state.in_prompt[step.slot], state.logit_bias[step.slot]
+            )
+
         position = step.context_len + step.query_len
         tokens, logprobs = sampling.sample(logits, rows, history, position, step.samples)
         slot = jnp.where(step.samples, step.slot, self.shape.num_slots)
-        state = state.replace(
+        return state.replace(
             last_token=state.last_token.at[slot].set(tokens),
+            logprobs=state.logprobs.at[slot].set(logprobs.pack()),
             output_counts=state.output_counts.at[slot, tokens].add(1),
         )
-        return state, tokens, logprobs

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 if TYPE_CHECKING:
     from pallas_kernels.paged_attention.api import PagedRows
 
-QUERY_BLOCK = 64
-"""Tokens of one row that share a gather of its pages. Rows are cut into blocks of this many tokens."""
+MAX_QUERY_BLOCK = 64
+"""Most tokens of one row that share a gather of its pages."""
 KEY_CHUNK = {"cpu": 256, "gpu": 1024}
 """Positions gathered at a time. A context of at most this many takes one pass with no loop, which a GPU can capture."""
 MASKED = -1e30
@@ -44,7 +44,12 @@ def run(
     for pool, new in zip(pools, new_kv, strict=True):
         # The whole pool as one value: an indexed write to a Ref would scatter element by element.
         pool[...] = pool[...].at[layer, rows.token_page, offset].set(new.astype(pool.dtype))
-    blocks = _decode_blocks(rows) if max_query_len == 1 else _blocks(rows, min(QUERY_BLOCK, max_query_len))
+    if max_query_len == 1:
+        blocks = _decode_blocks(rows)
+    else:
+        # There are T // block + R blocks, real or not: with blocks of the average row both terms are alike.
+        average = rows.token_row.shape[0] // rows.query_len.shape[0]
+        blocks = _blocks(rows, min(MAX_QUERY_BLOCK, max_query_len, max(1, average)))
     out = _attend(q, (pools[0][...], pools[1][...]), layer, rows, blocks, scale=scale, window=window)
     return out[blocks.of_token].astype(q.dtype)
 
