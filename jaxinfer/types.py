@@ -166,6 +166,17 @@ class Request:
     stop_ids: Sequence[int] = ()  # the output ends with the first of these, once it has min_tokens
     logprobs: int | None = None
 
+    @property
+    def has_penalties(self) -> bool:
+        """Whether its tokens must be counted."""
+        return self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the argmax of the raw logits is all it asks for."""
+        greedy = self.temperature == 0 and not self.has_penalties and not self.logit_bias
+        return greedy and self.min_tokens == 0 and self.logprobs is None
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TokenLogprobs:

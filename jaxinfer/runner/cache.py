@@ -34,6 +34,9 @@ class DeviceState:
     k_pages: jax.Array  # [L, P, S, K, E]
     v_pages: jax.Array  # [L, P, S, K, E]
     page_table: jax.Array  # [N + 1, W] int32
+    logits: jax.Array  # [R, V] float32: of the last step's rows, R = N; -inf: never sampled
+    sampled_slot: jax.Array  # [R] int32: slot of each of these rows; N where the row does not sample
+    sampled_position: jax.Array  # [R] int32: position of the token that the row samples
     last_token: jax.Array  # [N + 1] int32: the token sampled last, which the slot's next decode row computes
     logprobs: jax.Array  # [N + 1, 1 + 2k] float32: sampling.Logprobs of that token, packed
     sampling: jax.Array  # [N + 1, inputs.SAMPLING_FIELDS] int32: a request's parameters, floats by their bits
@@ -72,6 +75,9 @@ class StateShape:
             k_pages=array(pool, self.dtype, pool_axes),
             v_pages=array(pool, self.dtype, pool_axes),
             page_table=array((rows, self.table_width), jnp.int32),
+            logits=array((self.num_slots, self.vocab_rows), jnp.float32),
+            sampled_slot=array((self.num_slots,), jnp.int32),
+            sampled_position=array((self.num_slots,), jnp.int32),
             last_token=array((rows,), jnp.int32),
             logprobs=array((rows, 1 + 2 * num_top(self.vocab_rows)), jnp.float32),
             sampling=array((rows, inputs.SAMPLING_FIELDS), jnp.int32),
@@ -93,8 +99,8 @@ def token_bytes(cache: CacheShape, dtype: jnp.dtype) -> int:
 
 def slot_bytes(shape: StateShape) -> int:
     """Bytes of everything but the KV pages."""
-    per_token = sum(jnp.dtype(t).itemsize for t in (jnp.int32, jnp.bool_, jnp.float32))
-    fields = shape.table_width + 2 + 2 * num_top(shape.vocab_rows) + inputs.SAMPLING_FIELDS
+    per_token = sum(jnp.dtype(t).itemsize for t in (jnp.float32, jnp.int32, jnp.bool_, jnp.float32))
+    fields = shape.table_width + 4 + 2 * num_top(shape.vocab_rows) + inputs.SAMPLING_FIELDS
     per_slot = 4 * fields + per_token * shape.vocab_rows
     return (shape.num_slots + 1) * per_slot
 

@@ -36,7 +36,8 @@ class Programs(NamedTuple):
     hence inputs are staged in one buffer that stays, and results are read from the state.
     """
 
-    steps: Mapping[Bucket, Any]  # (params, state, staged inputs) -> state
+    steps: Mapping[Bucket, Any]  # (params, state, staged inputs) -> state, with the likeliest token of every row
+    samplers: Mapping[int, Any]  # by rows: state -> state, with what the requests of the last step's rows ask for
     stage: Any  # (staged inputs, new inputs) -> staged inputs
     read_tokens: Any  # DeviceState.last_token -> a copy for the host
     read_logprobs: Any  # DeviceState.logprobs -> a copy for the host
@@ -49,13 +50,20 @@ def compile_programs(builder: StepBuilder, params: Any, progress: Progress) -> P
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
         # The largest first: they take longest.
         steps = {b: pool.submit(compile_lowered, builder, lower_step(builder, params, b)) for b in reversed(buckets)}
-        small = {name: pool.submit(compile_lowered, builder, lowered) for name, lowered in lower_small(builder).items()}
-        for done, (bucket, future) in enumerate(steps.items()):
-            progress(f"compiling {bucket}", done, len(steps))
+        samplers = {
+            rows: pool.submit(compile_lowered, builder, lower_sampler(builder, rows))
+            for rows in sorted({bucket.rows for bucket in buckets})
+        }
+        small = {name: pool.submit(lowered.compile) for name, lowered in lower_small(builder).items()}
+        futures = {f"compiling {bucket}": future for bucket, future in steps.items()}
+        futures |= {f"compiling sampler, {rows} rows": future for rows, future in samplers.items()}
+        for done, (stage, future) in enumerate(futures.items()):
+            progress(stage, done, len(futures))
             future.result()
-        progress("compiled", len(steps), len(steps))
+        progress("compiled", len(futures), len(futures))
         return Programs(
             steps={bucket: steps[bucket].result() for bucket in buckets},
+            samplers={rows: future.result() for rows, future in samplers.items()},
             **{name: future.result() for name, future in small.items()},
         )
 
@@ -65,6 +73,12 @@ def lower_step(builder: StepBuilder, params: Any, bucket: Bucket) -> jax.stages.
     with _donations_are_errors():
         step = jax.jit(builder.step(bucket), donate_argnums=1)
         return step.lower(params, builder.abstract_state, builder.abstract_inputs)
+
+
+def lower_sampler(builder: StepBuilder, rows: int) -> jax.stages.Lowered:
+    """Traces the sampler of steps with this many rows."""
+    with _donations_are_errors():
+        return jax.jit(builder.sampler(rows), donate_argnums=0).lower(builder.abstract_state)
 
 
 def lower_small(builder: StepBuilder) -> dict[str, jax.stages.Lowered]:

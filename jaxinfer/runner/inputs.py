@@ -33,18 +33,13 @@ class StepInputs(NamedTuple):
     page_updates: jax.Array  # [U, 3]: slot, index in its page table, page (0: no update)
 
 
-def has_penalties(request: Request) -> bool:
-    """Whether the request's slot needs counts of its tokens."""
-    return request.repetition_penalty != 1 or request.frequency_penalty != 0 or request.presence_penalty != 0
-
-
 def sampling_fields(request: Request, prompt_len: int) -> np.ndarray:
     """[SAMPLING_FIELDS] int32."""
     ints = {
         "top_k": request.top_k,
         "seed_low": request.seed & 0xFFFFFFFF,
         "seed_high": request.seed >> 32 & 0xFFFFFFFF,
-        "has_penalties": has_penalties(request),
+        "has_penalties": request.has_penalties,
         "has_bias": bool(request.logit_bias),
         "wants_logprobs": request.logprobs is not None,
         "no_stop_before": prompt_len + request.min_tokens if request.min_tokens else 0,

@@ -54,13 +54,12 @@ class ModelRunner:
         """Starts a step and returns without waiting for it. Steps run in the order of their launches."""
         bucket = choose(self._builder.buckets, decode=not plan.prefills, tokens=plan.num_tokens, rows=plan.num_rows)
         for chunk in plan.prefills:
-            if chunk.history is not None and (inputs.has_penalties(chunk.request) or chunk.request.logit_bias):
+            if chunk.history is not None and (chunk.request.has_penalties or chunk.request.logit_bias):
                 self._set_up_slot(chunk)
         self._run(bucket, plan)
-        wants_logprobs = any(row.logprobs for row in plan.decodes) or any(
-            chunk.samples and chunk.request.logprobs is not None for chunk in plan.prefills
-        )
-        return self._read(plan, wants_logprobs=wants_logprobs)
+        if not plan.is_plain:
+            self._state = self._programs.samplers[bucket.rows](self._state)
+        return self._read(plan, wants_logprobs=plan.wants_logprobs)
 
     def collect(self, in_flight: InFlight) -> StepResult:
         """Waits for a step and reads what it sampled."""
@@ -115,6 +114,7 @@ class ModelRunner:
             for _ in range(WARM_UP_RUNS["cpu" if self._builder.platform == "cpu" else "gpu"]):
                 start_s = time.perf_counter()
                 self._run(bucket, empty)
+                self._state = self._programs.samplers[bucket.rows](self._state)
                 self.collect(self._read(empty, wants_logprobs=True))
                 runs_ms.append((time.perf_counter() - start_s) * 1e3)
             times_ms[bucket] = statistics.median(runs_ms[-2:])

@@ -90,7 +90,7 @@ def sample(
     tokens = jax.lax.cond(
         jnp.any(active & (adjusts | draws)),
         lambda: _choose(_adjust(logits, rows, history(), position), rows, position, active),
-        lambda: _argmax(logits),
+        lambda: argmax(logits),
     )
     wants = active & (rows.wants_logprobs > 0)
     return tokens, jax.lax.cond(jnp.any(wants), lambda: logprobs(logits, tokens), lambda: _no_logprobs(logits))
@@ -109,7 +109,8 @@ def _no_logprobs(logits: jax.Array) -> Logprobs:
     return Logprobs(jnp.zeros(shape[:1]), jnp.zeros(shape, jnp.int32), jnp.zeros(shape))
 
 
-def _argmax(logits: jax.Array) -> jax.Array:
+def argmax(logits: jax.Array) -> jax.Array:
+    """[R] the likeliest token of each row; the lowest id wins ties."""
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
 
@@ -140,7 +141,7 @@ def _choose(logits: jax.Array, rows: SamplingRows, position: jax.Array, active: 
     kept = jax.lax.cond(jnp.any(narrows), lambda: _top_k_top_p(scaled, rows), lambda: jnp.ones_like(scaled, bool))
     kept &= scaled >= floor[:, None]
     noisy = jnp.where(kept, scaled + _gumbel(rows, position, scaled.shape[-1]), -jnp.inf)
-    return _argmax(jnp.where(greedy[:, None], logits, noisy))
+    return argmax(jnp.where(greedy[:, None], logits, noisy))
 
 
 def _gumbel(rows: SamplingRows, position: jax.Array, vocab_rows: int) -> jax.Array:

@@ -72,6 +72,29 @@ class StepBuilder:
             check_vma=False,
         )
 
+    def sampler(self, num_rows: int) -> Callable[[DeviceState], DeviceState]:
+        """state -> state after a step of `num_rows`, its tokens now as their requests ask. The state is donated.
+
+        A program of its own, because most steps need none of it, and XLA's conditionals stop the host on a GPU.
+        """
+
+        def run(state: DeviceState) -> DeviceState:
+            slot, position = state.sampled_slot[:num_rows], state.sampled_position[:num_rows]
+
+            def history() -> sampling.TokenHistory:
+                return sampling.TokenHistory(state.output_counts[slot], state.in_prompt[slot], state.logit_bias[slot])
+
+            rows = sampling.SamplingRows.from_fields(state.sampling[slot])
+            active = slot < self.shape.num_slots
+            tokens, logprobs = sampling.sample(state.logits[:num_rows], rows, history, position, active)
+            return state.replace(
+                last_token=state.last_token.at[slot].set(tokens),
+                logprobs=state.logprobs.at[slot].set(logprobs.pack()),
+                output_counts=state.output_counts.at[slot, tokens].add(1),
+            )
+
+        return run
+
     def set_up_slot(self, state: DeviceState, packed: jax.Array) -> DeviceState:
         """Writes the token history and the bias of a request that has penalties or a bias. The state is donated."""
         h = inputs.unpack_history(packed, self.shape.max_model_len)
@@ -102,7 +125,7 @@ class StepBuilder:
         state = state.replace(k_pages=jax.freeze(pools[0]), v_pages=jax.freeze(pools[1]))
         last = jnp.maximum(rows.query_start + rows.query_len - 1, 0)
         logits = self.model.logits(params, hidden[last], tensor_axis)
-        return self._sample(state, step, logits)
+        return self._keep(state, step, logits)
 
     def _update(self, state: DeviceState, step: inputs.StepInputs) -> DeviceState:
         """Applies what the host changed: page tables and sampling parameters."""
@@ -129,22 +152,15 @@ class StepBuilder:
         page = jnp.where(real, table[row, position // self.shape.page_size], 0)
         return PagedRows(table, start, step.query_len, step.context_len, row, position, page)
 
-    def _sample(self, state: DeviceState, step: inputs.StepInputs, logits: jax.Array) -> DeviceState:
-        """Samples for every row, and writes the token to the slots of those that do sample."""
+    def _keep(self, state: DeviceState, step: inputs.StepInputs, logits: jax.Array) -> DeviceState:
+        """Writes the likeliest tokens to the slots of rows that sample, and keeps what the sampler would need."""
         ids = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
         logits = jnp.where(ids < self.vocab_size, logits, -jnp.inf)
-        rows = sampling.SamplingRows.from_fields(state.sampling[step.slot])
-
-        def history() -> sampling.TokenHistory:
-            return sampling.TokenHistory(
-                state.output_counts[step.slot], state.in_prompt[step.slot], state.logit_bias[step.slot]
-            )
-
-        position = step.context_len + step.query_len
-        tokens, logprobs = sampling.sample(logits, rows, history, position, step.samples)
         slot = jnp.where(step.samples, step.slot, self.shape.num_slots)
+        num_rows = slot.shape[0]
         return state.replace(
-            last_token=state.last_token.at[slot].set(tokens),
-            logprobs=state.logprobs.at[slot].set(logprobs.pack()),
-            output_counts=state.output_counts.at[slot, tokens].add(1),
+            last_token=state.last_token.at[slot].set(sampling.argmax(logits)),
+            logits=state.logits.at[:num_rows].set(logits),
+            sampled_slot=state.sampled_slot.at[:num_rows].set(slot),
+            sampled_position=state.sampled_position.at[:num_rows].set(step.context_len + step.query_len),
         )

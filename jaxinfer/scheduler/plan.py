@@ -18,6 +18,7 @@ class DecodeRow(NamedTuple):
     slot: int
     position: int  # of the token that is computed; the sampled token comes after it
     new_page: int | None  # page that holds `position`, when it is the first token on it
+    plain: bool = True  # whether the argmax of the raw logits is all that its request asks for
     logprobs: bool = False  # whether the host wants log-probabilities of the sampled token
 
 
@@ -53,6 +54,20 @@ class StepPlan:
     @property
     def num_rows(self) -> int:
         return len(self.decodes) + len(self.prefills)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the argmax of the raw logits is all that any row asks for."""
+        return all(row.plain for row in self.decodes) and all(
+            chunk.request.is_plain for chunk in self.prefills if chunk.samples
+        )
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether any row's log-probabilities are read."""
+        return any(row.logprobs for row in self.decodes) or any(
+            chunk.request.logprobs is not None for chunk in self.prefills if chunk.samples
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

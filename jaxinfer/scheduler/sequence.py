@@ -21,6 +21,7 @@ class Sequence:
 
     __slots__ = (
         "finished",
+        "is_plain",
         "max_computed",
         "max_output",
         "min_len",
@@ -43,6 +44,7 @@ class Sequence:
         self.request = request
         self.request_id = request.request_id
         self.num_logprobs = request.logprobs  # alternatives per token; None: no log-probabilities at all
+        self.is_plain = request.is_plain
         self.tokens = list(request.prompt_ids)
         self.prompt_len = len(self.tokens)  # tokens
         self.max_output = min(request.max_tokens, max_model_len - self.prompt_len)  # tokens
@@ -81,7 +83,7 @@ class Sequence:
             self.pages.append(new_page)
         self.num_computed = position + 1
         self.num_in_flight += 1
-        return DecodeRow(slot, position, new_page, self.num_logprobs is not None)
+        return DecodeRow(slot, position, new_page, self.is_plain, self.num_logprobs is not None)
 
     def take_chunk(self, max_tokens: int, page_size: int) -> PrefillChunk:
         """Plans the next known tokens, `max_tokens` at most. A chunk carries the pages that its tokens begin."""

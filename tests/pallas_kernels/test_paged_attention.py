@@ -79,7 +79,7 @@ def test_the_cases_meet_every_edge():
     assert {case.num_heads // case.num_kv_heads for case in CASES} >= {1, 2, 3, 4, 7, 8}
     lengths = {new + old for case in CASES for new, old in case.rows if case.page_size == 16}
     assert {length % 16 for length in lengths} >= {0, 1, 15}
-    chunk, block = reference.KEY_CHUNK["cpu"], reference.QUERY_BLOCK
+    chunk, block = reference.KEY_CHUNK["cpu"], reference.MAX_QUERY_BLOCK
     assert any(case.decode and old > 2 * chunk for case in CASES for _, old in case.rows)
     assert any(not case.decode and new > block and old > chunk for case in CASES for new, old in case.rows)
     assert any(case.decode and case.pad_rows for case in CASES)

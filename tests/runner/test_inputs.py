@@ -161,7 +161,7 @@ def test_sampling_parameters_reach_the_device_bit_by_bit_and_only_those_of_chunk
         assert rows.top_k[i] == request.top_k
         assert rows.wants_logprobs[i] == (request.logprobs is not None)
         assert rows.has_bias[i] == bool(request.logit_bias)
-        assert rows.has_penalties[i] == inputs.has_penalties(request)
+        assert rows.has_penalties[i] == request.has_penalties
         assert rows.no_stop_before[i] == (chunk.prompt_len + request.min_tokens if request.min_tokens else 0)
         stops = [*request.stop_ids] + [-1] * (MAX_STOP_IDS - len(request.stop_ids))
         np.testing.assert_array_equal(rows.stop_ids[i], stops)

@@ -38,7 +38,8 @@ def ask(**params) -> Request:
 def step():
     def run(logits, fields, counts, in_prompt, bias, position, active):
         rows = sampling.SamplingRows.from_fields(fields)
-        return sampling.sample(logits, rows, sampling.TokenHistory(counts, in_prompt, bias), position, active)
+        history = sampling.TokenHistory(counts, in_prompt, bias)
+        return sampling.sample(logits, rows, lambda: history, position, active)
 
     return jax.jit(run)
 
@@ -291,3 +292,10 @@ def test_logprobs_do_not_change_the_tokens():
     cases = [Case(peaked(i), ask(seed=i, temperature=i % 3 / 2)) for i in range(60)]
     asking = [dataclasses.replace(case, request=dataclasses.replace(case.request, logprobs=20)) for case in cases]
     np.testing.assert_array_equal(run(cases)[0], run(asking)[0])
+
+
+def test_logprobs_survive_being_packed_bit_by_bit():
+    _, logprobs = run([Case(peaked(i), ask(logprobs=20)) for i in range(50)])
+    chosen, ids, top = sampling.unpack_logprobs(np.asarray(logprobs.pack()))
+    for unpacked, array in zip((chosen, ids, top), logprobs, strict=True):
+        np.testing.assert_array_equal(unpacked, array)

@@ -1,0 +1,158 @@
+"""LocalEngine: threads share an engine that none of them owns, and every request ends in an event all the same."""
+
+from __future__ import annotations
+
+import collections
+import sys
+import threading
+import time
+
+import pytest
+
+from jaxinfer.engine.local import LocalEngine
+from jaxinfer.types import FinishReason, QueueFull, Request, TokenEvent
+
+
+class CountingEngine:
+    """Gives each running request one token a step, as an Engine would; two requests at most may wait."""
+
+    def __init__(self, *, num_slots=3, step_s=0.0):
+        self.num_slots, self.step_s = num_slots, step_s
+        self.unfinished: dict[str, int] = {}  # tokens still to come
+        self.aborted: list[str] = []
+        self.num_steps = 0
+        self.stepping = False
+
+    def submit(self, request):
+        if len(self.unfinished) >= self.num_slots + 2:
+            raise QueueFull("full")
+        self.unfinished[request.request_id] = request.max_tokens
+
+    def abort(self, request_id):
+        if self.unfinished.pop(request_id, None) is not None:
+            self.aborted.append(request_id)
+
+    def step(self):
+        assert not self.stepping, "two threads step at once"
+        self.stepping = True
+        self.num_steps += 1
+        time.sleep(self.step_s)
+        events = []
+        for request_id in list(self.unfinished)[: self.num_slots]:
+            self.unfinished[request_id] -= 1
+            last = self.unfinished[request_id] == 0
+            if last:
+                del self.unfinished[request_id]
+            events.append(TokenEvent(request_id, (1,), finish_reason=FinishReason.LENGTH if last else None))
+        self.stepping = False
+        return events
+
+    def close(self):
+        pass
+
+
+def ask(name, max_tokens=3):
+    return Request(request_id=name, prompt_ids=(1,), max_tokens=max_tokens)
+
+
+def counts(events):
+    """Tokens and last events by request."""
+    tokens, ends = collections.Counter(), collections.Counter()
+    for event in events:
+        assert not ends[event.request_id], "an event came after the last"
+        tokens[event.request_id] += len(event.token_ids)
+        ends[event.request_id] += event.finish_reason is not None
+    return tokens, ends
+
+
+def in_threads(jobs):
+    """Runs callables at once; the first error of any is raised."""
+    errors = []
+
+    def guarded(job):
+        try:
+            job()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(job,)) for job in jobs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive(), "a thread hangs"
+    if errors:
+        raise errors[0]
+
+
+def test_requests_that_find_the_queue_full_are_held_back_and_run_later():
+    engine = CountingEngine()
+    tokens, ends = counts(LocalEngine(engine).run([ask(str(i), 1 + i % 4) for i in range(40)]))
+    assert tokens == {str(i): 1 + i % 4 for i in range(40)}
+    assert set(ends.values()) == {1}
+
+
+def test_closing_early_cancels_what_still_runs_and_nothing_else():
+    engine = CountingEngine(num_slots=4)
+    local = LocalEngine(engine)
+    mine, other = local.run([ask("a", 9), ask("b", 9), ask("c", 1)]), local.run([ask("d", 5)])
+    assert next(other).request_id == "d"
+    assert next(mine)
+    mine.close()
+    assert not engine.unfinished.keys() - {"d"} and "d" not in engine.aborted
+    assert counts(other)[0]["d"] + 1 == 5
+    assert not engine.unfinished
+
+
+def test_a_cancelled_request_gives_no_further_event_and_its_run_ends():
+    engine = CountingEngine()
+    local = LocalEngine(engine)
+    events = local.run([ask("a", 50), ask("b", 2)])
+    first = next(events)
+    local.cancel("a")
+    local.cancel("a")
+    tokens, _ = counts(events)
+    assert first.request_id == "a" and tokens == {"b": 2}
+    assert engine.aborted == ["a"]
+    local.cancel("nobody")
+
+
+def test_every_event_arrives_however_threads_interleave():
+    local = LocalEngine(CountingEngine())
+    rounds = 150
+
+    def job(name):
+        for i in range(rounds):
+            wanted = {f"{name}.{i}.{j}": 1 + (i + j) % 3 for j in range(1 + i % 2)}
+            tokens, ends = counts(local.run([ask(*item) for item in wanted.items()]))
+            assert tokens == wanted and set(ends.values()) == {1}
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        in_threads([lambda name=name: job(name) for name in "abcd"])
+    finally:
+        sys.setswitchinterval(interval)
+
+
+@pytest.mark.parametrize("step_s", [0.0, 0.001])
+def test_a_thread_that_steps_does_not_keep_others_waiting(step_s):
+    engine = CountingEngine(step_s=step_s)
+    local = LocalEngine(engine)
+    waited = []
+    started = threading.Event()
+
+    def long():
+        for _ in local.run([ask("long", 2000)]):
+            started.set()
+
+    def short():
+        started.wait()
+        for i in range(10):
+            before = engine.num_steps
+            list(local.run([ask(f"short {i}", 1)]))
+            if "long" in engine.unfinished:
+                waited.append(engine.num_steps - before)
+
+    in_threads([long, short])
+    assert waited and max(waited) <= 20

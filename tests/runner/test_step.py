@@ -1,0 +1,105 @@
+"""What XLA makes of a step: the state stays where it is, and devices speak as often as the model needs."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxinfer.models import registry
+from jaxinfer.models.model import Model
+from jaxinfer.runner.buckets import Bucket
+from jaxinfer.runner.cache import StateShape
+from jaxinfer.runner.compiled import compile_lowered, lower_small, lower_step
+from jaxinfer.runner.step import StepBuilder
+from jaxinfer.sharding import rules
+
+BUCKETS = [Bucket(True, 2, 2), Bucket(False, 16, 2)]
+by_bucket = pytest.mark.parametrize("bucket", BUCKETS, ids=str)
+
+
+def make_builder(model: Model, num_devices: int = 1) -> StepBuilder:
+    # Sizes that no weight has: a copy of the pool can then be told from any other.
+    shape = StateShape(
+        cache=model.cache,
+        num_pages=13,
+        page_size=8,
+        num_slots=2,
+        max_model_len=13 * 8,
+        vocab_rows=model.vocab_rows,
+        dtype=jnp.dtype(jnp.float32),
+    )
+    mesh = rules.make_mesh(num_devices)
+    return StepBuilder(model=model, shape=shape, vocab_size=model.vocab_rows, mesh=mesh, buckets=tuple(BUCKETS))
+
+
+def abstract_params(builder: StepBuilder) -> dict[str, jax.ShapeDtypeStruct]:
+    shardings = rules.shardings(builder.model.specs, builder.mesh)
+    return {
+        name: jax.ShapeDtypeStruct(spec.array_shape, jnp.float32, sharding=shardings[name])
+        for name, spec in builder.model.specs.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def builder(golden) -> StepBuilder:
+    return make_builder(registry.from_config(golden("llama").config))
+
+
+def num_state_arrays(builder: StepBuilder) -> int:
+    return len(jax.tree.leaves(builder.abstract_state))
+
+
+def aliased_outputs(compiled: jax.stages.Compiled) -> int:
+    """Outputs that take the place of an argument."""
+    header = compiled.as_text().split("\n", 1)[0]
+    found = re.search(r"input_output_alias=\{(.*?)\}, entry_computation_layout", header)
+    return 0 if found is None else len(re.findall(r"\{[\d, ]*\}: \(\d+", found.group(1)))
+
+
+@by_bucket
+def test_every_array_of_state_keeps_its_place_and_no_pool_is_copied(builder, bucket):
+    compiled = compile_lowered(builder, lower_step(builder, abstract_params(builder), bucket))
+    assert aliased_outputs(compiled) == num_state_arrays(builder)
+    cache, shape = builder.model.cache, builder.shape
+    pool = f"f32[{cache.num_layers},{shape.num_pages + 1},{shape.page_size},{cache.num_kv_heads},{cache.head_width}]"
+    text = compiled.as_text()
+    assert pool in text
+    copies = [line.strip() for line in text.splitlines() if re.search(rf"= {re.escape(pool)}\S* copy", line)]
+    assert not copies, "\n".join(copies)
+
+
+def test_setting_up_a_slot_leaves_every_array_of_state_in_its_place(builder):
+    compiled = compile_lowered(builder, lower_small(builder)["set_up_slot"])
+    assert aliased_outputs(compiled) == num_state_arrays(builder)
+
+
+@by_bucket
+@pytest.mark.parametrize("family", ["llama", "llama_tied", "llama_bias", "qwen2", "qwen3"])
+def test_a_step_on_several_devices_sums_twice_a_layer_and_once_for_the_embedding(golden, family, bucket):
+    if jax.device_count() < 2:
+        pytest.skip("one device; 2 are needed")
+    builder = make_builder(registry.from_config(golden(family).config), num_devices=2)
+    text = lower_step(builder, abstract_params(builder), bucket).as_text()
+    # Layers are scanned: what is in the scan's body is written once.
+    assert text.count("stablehlo.while") >= 1
+    assert text.count('"stablehlo.all_reduce"') == 3
+    assert text.count('"stablehlo.all_gather"') == 1
+    assert not re.search(r"stablehlo\.(all_to_all|collective_permute|reduce_scatter)", text)
+
+
+def test_a_step_on_one_device_has_no_collective(builder):
+    text = lower_step(builder, abstract_params(builder), BUCKETS[0]).as_text()
+    assert not re.search(r"stablehlo\.(all_|collective|reduce_scatter)", text)
+
+
+def test_layers_are_compiled_once_however_many_there_are(golden):
+    config = dict(golden("llama").config)
+    sizes = []
+    for num_layers in (2, 8):
+        model = registry.from_config({**config, "num_hidden_layers": num_layers})
+        builder = make_builder(model)
+        sizes.append(len(lower_step(builder, abstract_params(builder), BUCKETS[0]).as_text().splitlines()))
+    assert sizes[0] == sizes[1]
