@@ -232,7 +232,9 @@ def _max_mixed_tokens(config: EngineConfig, buckets: list[Bucket], times_ms: Map
     least = 2 * max(bucket.rows for bucket in buckets)
     if _platform(mesh) == "cpu":
         return min(max(MIXED_TOKENS_ON_CPU, least), buckets[-1].tokens)
-    quick = [b.tokens for b in buckets if not b.decode and times_ms[b] <= config.max_step_ms]
+    # A size counts with as many rows as it has: any number of sequences may decode beside the chunk.
+    slow = {b.tokens for b in buckets if not b.decode and times_ms[b] > config.max_step_ms}
+    quick = [b.tokens for b in buckets if not b.decode and b.tokens not in slow]
     return min(max([least, *quick]), buckets[-1].tokens)
 
 

@@ -44,7 +44,8 @@ class LocalEngine:
         """
         run = _Run(collections.deque(requests))
         try:
-            while run.waiting or run.pending:
+            # Events are looked at last: another thread may deliver the final one after the loop below found none.
+            while run.waiting or run.pending or run.events:
                 with self._lock:
                     self._submit(run)
                     if not run.events:

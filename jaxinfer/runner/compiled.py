@@ -24,6 +24,8 @@ GPU_OPTIONS = {
     "xla_gpu_command_buffer_unroll_loops": True,
     "xla_gpu_graph_min_graph_size": 1,
 }
+UNCAPTURED = {"xla_gpu_enable_command_buffer": ""}
+"""For programs of a copy or two, whose new buffers would have a graph updated at every call."""
 
 Progress = Callable[[str, int, int], None]
 """(what is being done, steps done, steps in all)."""
@@ -54,7 +56,10 @@ def compile_programs(builder: StepBuilder, params: Any, progress: Progress) -> P
             rows: pool.submit(compile_lowered, builder, lower_sampler(builder, rows))
             for rows in sorted({bucket.rows for bucket in buckets})
         }
-        small = {name: pool.submit(lowered.compile) for name, lowered in lower_small(builder).items()}
+        small = {
+            name: pool.submit(compile_lowered, builder, lowered, captured=False)
+            for name, lowered in lower_small(builder).items()
+        }
         futures = {f"compiling {bucket}": future for bucket, future in steps.items()}
         futures |= {f"compiling sampler, {rows} rows": future for rows, future in samplers.items()}
         for done, (stage, future) in enumerate(futures.items()):
@@ -101,9 +106,10 @@ def lower_small(builder: StepBuilder) -> dict[str, jax.stages.Lowered]:
         }
 
 
-def compile_lowered(builder: StepBuilder, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-    """Compiles for the builder's devices, on GPUs with the options under which steps are captured."""
-    return lowered.compile(compiler_options=None if builder.platform == "cpu" else GPU_OPTIONS)
+def compile_lowered(builder: StepBuilder, lowered: jax.stages.Lowered, *, captured: bool = True) -> jax.stages.Compiled:
+    """Compiles for the builder's devices; on GPUs so that it is captured in a graph, or so that it is not."""
+    options = GPU_OPTIONS if captured else UNCAPTURED
+    return lowered.compile(compiler_options=None if builder.platform == "cpu" else options)
 
 
 @contextlib.contextmanager

@@ -102,11 +102,14 @@ class ModelRunner:
         self._state = self._programs.set_up_slot(self._state, packed)
 
     def _warm_up(self, progress: Progress) -> dict[Bucket, float]:
-        """Runs everything on padding, as often as it takes until graphs are replayed."""
+        """Runs everything on padding, as often as it takes until graphs are replayed.
+
+        Waits after every program: XLA fails when a second program is launched while the first is being recorded.
+        """
         empty, buckets = StepPlan(0, (), ()), self._builder.buckets
         history = np.zeros(inputs.history_size(self._builder.shape.max_model_len), np.int32)
         history[0] = self._builder.shape.num_slots
-        self._state = self._programs.set_up_slot(self._state, history)
+        self._state = jax.block_until_ready(self._programs.set_up_slot(self._state, history))
         times_ms = {}
         for done, bucket in enumerate(buckets):
             progress(f"warming up {bucket}", done, len(buckets))
@@ -114,9 +117,10 @@ class ModelRunner:
             for _ in range(WARM_UP_RUNS["cpu" if self._builder.platform == "cpu" else "gpu"]):
                 start_s = time.perf_counter()
                 self._run(bucket, empty)
-                self._state = self._programs.samplers[bucket.rows](self._state)
-                self.collect(self._read(empty, wants_logprobs=True))
+                jax.block_until_ready(self._state)
                 runs_ms.append((time.perf_counter() - start_s) * 1e3)
+                self._state = jax.block_until_ready(self._programs.samplers[bucket.rows](self._state))
+                self.collect(self._read(empty, wants_logprobs=True))
             times_ms[bucket] = statistics.median(runs_ms[-2:])
         progress("warmed up", len(buckets), len(buckets))
         return times_ms

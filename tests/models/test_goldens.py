@@ -61,9 +61,7 @@ class Paged:
             if len(chunk):
                 padded = np.zeros(1 if size == 1 else TOKENS, np.int32)
                 padded[: len(chunk)] = chunk
-                pools, logits = self.step(
-                    self.params, pools, padded, len(chunk), start, max_query_len=len(padded)
-                )
+                pools, logits = self.step(self.params, pools, padded, len(chunk), start, max_query_len=len(padded))
                 out.append(np.asarray(logits)[: len(chunk)])
             start += size
         return np.concatenate(out)

@@ -1,0 +1,41 @@
+"""A config that no model implements is refused, with every reason."""
+
+import numpy as np
+import pytest
+
+from jaxinfer.models import registry, rope
+from jaxinfer.models.model import ModelError
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("llama", {"architectures": ["GPT2LMHeadModel"]}, "not supported: GPT2LMHeadModel; known: LlamaForCausalLM, "),
+        ("llama", {"architectures": None}, r"none named \(model_type 'llama'\)"),
+        ("llama", {"quantization_config": {"quant_method": "awq"}}, "quantization_config 'awq' is not implemented"),
+        ("llama", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; only 'silu' is implemented"),
+        ("llama", {"num_hidden_layers": 0}, "num_hidden_layers is 0; a positive whole number is needed"),
+        ("llama", {"num_key_value_heads": 3}, "num_attention_heads 4 is no multiple of num_key_value_heads 3"),
+        ("llama", {"rope_scaling": {"rope_type": "longrope"}}, "RoPE type 'longrope' is not supported"),
+        ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "lacks 'original_max_position_embeddings'"),
+        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor other than 1 is not implemented"),
+        ("qwen3", {"head_dim": None}, "head_dim is None; a positive whole number is needed"),
+        ("qwen3", {"attention_bias": True}, "attention_bias is True; only False is implemented"),
+        ("qwen2", {"sliding_window": None}, "sliding_window is None; a positive whole number is needed"),
+    ],
+)
+def test_a_config_that_does_not_fit_is_refused_with_its_value(golden, family, changes, message):
+    with pytest.raises(ModelError, match=message):
+        registry.from_config({**golden(family).config, **changes})
+
+
+def test_all_problems_of_a_config_are_named_at_once(golden):
+    with pytest.raises(ModelError, match="vocab_size is 'x'.*; .*hidden_act is 'relu'|hidden_act.*; .*vocab_size"):
+        registry.from_config({**golden("llama").config, "vocab_size": "x", "hidden_act": "relu"})
+
+
+def test_linear_scaling_divides_every_frequency():
+    plain = rope.from_config(16, 10000.0, {}, 256)
+    scaled = rope.from_config(16, 10000.0, {"rope_type": "linear", "factor": 4.0}, 256)
+    np.testing.assert_allclose(np.array(scaled.inverse_frequencies) * 4, plain.inverse_frequencies)
+    assert scaled.magnitude == plain.magnitude == 1.0

@@ -1,0 +1,63 @@
+"""What the state costs, and how many pages fit beside the rest."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxinfer.models.model import CacheShape
+from jaxinfer.runner import cache
+from jaxinfer.sharding import rules
+
+
+def make_shape(**changes) -> cache.StateShape:
+    sizes = {
+        "cache": CacheShape(num_layers=3, num_kv_heads=2, head_width=16),
+        "num_pages": 7,
+        "page_size": 8,
+        "num_slots": 5,
+        "max_model_len": 45,
+        "vocab_rows": 100,
+        "dtype": jnp.dtype(jnp.bfloat16),
+    }
+    return cache.StateShape(**{**sizes, **changes})
+
+
+def num_bytes(arrays) -> int:
+    return sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(arrays))
+
+
+@pytest.mark.parametrize("changes", [{}, {"vocab_rows": 7}, {"num_slots": 1}, {"max_model_len": 48}])
+def test_bytes_are_counted_to_the_last(changes):
+    shape = make_shape(**changes)
+    state = shape.abstract(rules.make_mesh(1), rules.TENSOR_PARALLEL)
+    pools = (state.k_pages, state.v_pages)
+    assert cache.token_bytes(shape.cache, shape.dtype) * shape.page_size * (shape.num_pages + 1) == num_bytes(pools)
+    assert cache.slot_bytes(shape) == num_bytes(state) - num_bytes(pools)
+
+
+def test_there_is_a_slot_and_a_page_more_than_sequences_may_own():
+    state = make_shape().abstract(rules.make_mesh(1), rules.TENSOR_PARALLEL)
+    assert state.k_pages.shape == state.v_pages.shape == (3, 8, 8, 2, 16)
+    assert state.page_table.shape == (6, 6)
+    assert {array.shape[0] for array in jax.tree.leaves(state) if array.ndim < 5} == {6}
+
+
+def test_a_new_state_is_all_zeros_in_its_shardings():
+    abstract = make_shape().abstract(rules.make_mesh(1), rules.TENSOR_PARALLEL)
+    for array, wanted in zip(jax.tree.leaves(cache.zeros(abstract)), jax.tree.leaves(abstract), strict=True):
+        assert (array.shape, array.dtype, array.sharding) == (wanted.shape, wanted.dtype, wanted.sharding)
+        assert not np.asarray(array).any()
+
+
+def test_the_pool_is_no_larger_than_all_slots_at_their_full_length_need():
+    shape = make_shape()
+    pages = cache.pool_pages(shape, rules.make_mesh(1), used_bytes=0, temp_bytes=0)
+    assert pages == shape.num_slots * shape.table_width
+
+
+def test_memory_that_holds_no_page_is_refused_with_the_sizes():
+    shape = make_shape(cache=CacheShape(num_layers=1000, num_kv_heads=100, head_width=100), page_size=256)
+    message = r"no room for a KV cache: \d+ MiB are left beside 3 MiB of weights .* a page takes 9765.62 MiB"
+    with pytest.raises(cache.PoolError, match=message):
+        cache.pool_pages(shape, rules.make_mesh(1), used_bytes=3 * 2**20, temp_bytes=0)
