@@ -104,6 +104,7 @@ def _half_split_rows(rows: np.ndarray, num_heads: int, name: str) -> np.ndarray:
 
 
 def architecture(file: GgufFile) -> _Architecture:
+    """What is particular to the file's architecture. CheckpointError for one that is not known."""
     name = file.metadata.get("general.architecture")
     if name not in ARCHITECTURES:
         raise CheckpointError(

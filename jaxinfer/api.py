@@ -245,7 +245,7 @@ def serve(
     """
     config = EngineConfig(model=model, **options)
     server_config = ServerConfig(host=host, port=port, **(server or {}))
-    sock = http_run.bind(host, port)  # before anything slow: a port in use is known at once
+    sock = http_run.bind(server_config.host, server_config.port)  # before anything slow: a port in use is known at once
     with contextlib.ExitStack() as on_failure:
         on_failure.callback(sock.close)
         checkpoint = resolve(config.model, revision=config.revision, load_format=config.load_format)

@@ -220,7 +220,9 @@ def _size_pool(config: EngineConfig, builder: StepBuilder, params: Params) -> St
         if _platform(builder.mesh) == "gpu":
             compiled = compile_lowered(builder, lower_step(builder, params, builder.buckets[-1]))
             temp_bytes = compiled.memory_analysis().temp_size_in_bytes
-        used = cache.slot_bytes(shape) + num_bytes(builder.model.specs, shape.dtype) // builder.mesh.size
+        used = (
+            cache.slot_bytes(builder.abstract_state) + num_bytes(builder.model.specs, shape.dtype) // builder.mesh.size
+        )
         pages = cache.pool_pages(shape, builder.mesh, used_bytes=used, temp_bytes=temp_bytes)
         shape = dataclasses.replace(shape, num_pages=pages)
     shape = dataclasses.replace(shape, max_model_len=min(shape.max_model_len, shape.num_pages * shape.page_size))

@@ -5,13 +5,13 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-prompt=${1:-"The capital of France is"}
+prompt=${1:-"Write one sentence about the moon."}
 
 bash scripts/setup.sh demo
 echo
-echo "jaxinfer generate --prompt \"$prompt\""
+echo "jaxinfer generate --chat --prompt \"$prompt\""
 echo
-.venv/bin/jaxinfer generate --model smollm2-135m --prompt "$prompt" --max-tokens 48 --temperature 0 --stats
+.venv/bin/jaxinfer generate --model smollm2-135m --chat --prompt "$prompt" --max-tokens 64 --temperature 0 --stats
 cat <<'TEXT'
 
 To serve it over the OpenAI API:

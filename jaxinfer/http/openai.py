@@ -111,6 +111,8 @@ class _Generation(_Body, kw_only=True, frozen=True):
 
 
 class CompletionRequest(_Generation, kw_only=True, frozen=True):
+    """The body of POST /v1/completions."""
+
     prompt: str | list[str | int | list[int]]
     suffix: str | None = None
     best_of: int | None = None
@@ -186,6 +188,8 @@ class Message(_Body, kw_only=True, frozen=True):
 
 
 class ChatRequest(_Generation, kw_only=True, frozen=True):
+    """The body of POST /v1/chat/completions."""
+
     messages: list[Message]
     logprobs: bool | None = None
     top_logprobs: int | None = None

@@ -97,12 +97,10 @@ def token_bytes(cache: CacheShape, dtype: jnp.dtype) -> int:
     return 2 * cache.num_layers * cache.num_kv_heads * cache.head_width * jnp.dtype(dtype).itemsize
 
 
-def slot_bytes(shape: StateShape) -> int:
-    """Bytes of everything but the KV pages."""
-    per_token = sum(jnp.dtype(t).itemsize for t in (jnp.float32, jnp.int32, jnp.bool_, jnp.float32))
-    fields = shape.table_width + 4 + 2 * num_top(shape.vocab_rows) + inputs.SAMPLING_FIELDS
-    per_slot = 4 * fields + per_token * shape.vocab_rows
-    return (shape.num_slots + 1) * per_slot
+def slot_bytes(state: DeviceState) -> int:
+    """Bytes of everything but the KV pages, which every device has whole. `state`: arrays or their abstract values."""
+    rest = jax.tree.leaves(state.replace(k_pages=None, v_pages=None))
+    return sum(array.size * array.dtype.itemsize for array in rest)
 
 
 def pool_pages(shape: StateShape, mesh: Mesh, *, used_bytes: int, temp_bytes: int) -> int:

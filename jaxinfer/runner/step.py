@@ -157,10 +157,15 @@ class StepBuilder:
         ids = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
         logits = jnp.where(ids < self.vocab_size, logits, -jnp.inf)
         slot = jnp.where(step.samples, step.slot, self.shape.num_slots)
-        num_rows = slot.shape[0]
+
+        def put(kept: jax.Array, rows: jax.Array) -> jax.Array:
+            # Not `at[:n].set`: of a whole array that is a scatter without indices, on which XLA's CPU compiler crashes
+            # inside a shard_map.
+            return jax.lax.dynamic_update_slice_in_dim(kept, rows, 0, axis=0)
+
         return state.replace(
             last_token=state.last_token.at[slot].set(sampling.argmax(logits)),
-            logits=state.logits.at[:num_rows].set(logits),
-            sampled_slot=state.sampled_slot.at[:num_rows].set(slot),
-            sampled_position=state.sampled_position.at[:num_rows].set(step.context_len + step.query_len),
+            logits=put(state.logits, logits),
+            sampled_slot=put(state.sampled_slot, slot),
+            sampled_position=put(state.sampled_position, step.context_len + step.query_len),
         )

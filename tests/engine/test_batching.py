@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from hypothesis import HealthCheck, event, given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jaxinfer.types import FinishReason, Request
@@ -14,7 +14,7 @@ from tests.engine.drive import GOLDEN, build, drive, num_equal
 # Sliding windows and biases; a pool of 12 pages for four sequences of up to 8 pages each, so that preemption is common.
 MODEL = GOLDEN / "qwen2"
 OPTIONS = {"page_size": 8, "num_pages": 12, "max_num_seqs": 4}
-VOCAB, LONGEST_PROMPT, MOST_TOKENS, LAST_ARRIVAL = 128, 40, 24, 15
+VOCAB, LONGEST_PROMPT, MOST_TOKENS, LAST_ARRIVAL = 128, 30, 40, 15
 # Fixed examples: with floats, one in very many draws falls between two tokens, and that is nobody's fault.
 searching = settings(
     deadline=None, max_examples=30, derandomize=True, suppress_health_check=[HealthCheck.too_slow], database=None
@@ -37,7 +37,7 @@ def wide_engine():
 
 
 prompts = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=LONGEST_PROMPT)
-greedy = st.fixed_dictionaries({"temperature": st.just(0.0), "logprobs": st.just(2)})
+greedy = st.fixed_dictionaries({"temperature": st.just(0.0), "logprobs": st.sampled_from([None, None, 1])})
 penalties = {
     "repetition_penalty": st.sampled_from([1.0, 0.8, 1.4]),
     "frequency_penalty": st.sampled_from([0.0, 0.5, -0.3]),
@@ -102,8 +102,8 @@ def check_equal(outputs, expected, record) -> None:
 
 @pytest.fixture(scope="module")
 def record(record_testsuite_property):
-    """Tokens compared, comparisons that ended at a tie, and preemptions, over the module."""
-    record = {"tokens": 0, "ties": 0, "preemptions": 0}
+    """Over the module: tokens compared, comparisons that ended at a tie, and preemptions, by the kind of test."""
+    record = {"tokens": 0, "ties": 0, "preemptions": 0, "random_preemptions": 0}
     yield record
     for name, count in record.items():
         record_testsuite_property(f"batching_{name}", count)
@@ -117,20 +117,19 @@ def test_greedy_tokens_do_not_depend_on_what_else_runs(batch, engine, wide_engin
     before = engine.stats().num_preemptions
     together = drive(engine, requests, arrivals=arrivals)
     preemptions = engine.stats().num_preemptions - before
-    event("preempted" if preemptions else "not preempted")
-    record["preemptions"] += preemptions
-    expected = {request.request_id: alone(engine, request) for request in requests}
+    record["random_preemptions"] += preemptions
+    expected = {request.request_id: alone(engine, dataclasses.replace(request, logprobs=2)) for request in requests}
     check_equal(together, expected, record)
     check_equal(drive(wide_engine, requests, arrivals=arrivals), expected, record)
 
 
 @searching
-@given(batch=batches(sampled))
+@given(batch=batches(st.one_of(greedy, sampled)))
 def test_seeded_draws_do_not_depend_on_what_else_runs(batch, engine, wide_engine, record):
     requests, arrivals = batch
     before = engine.stats().num_preemptions
     together = drive(engine, requests, arrivals=arrivals)
-    record["preemptions"] += engine.stats().num_preemptions - before
+    record["random_preemptions"] += engine.stats().num_preemptions - before
     wide = drive(wide_engine, requests, arrivals=arrivals)
     for request in requests:
         expected = alone(engine, request)
@@ -153,7 +152,7 @@ def check_logprobs(logprobs, expected, wanted, num_tokens) -> None:
 
 
 @searching
-@given(batch=batches(sampled), data=st.data())
+@given(batch=batches(st.one_of(greedy, sampled)), data=st.data())
 def test_aborted_requests_leave_no_trace(batch, data, engine, record):
     requests, arrivals = batch
     ids = [request.request_id for request in requests]
@@ -225,6 +224,6 @@ def test_every_length_limit_is_met_exactly(engine):
 
 
 def test_preemption_was_exercised_and_ties_were_rare(record):
-    assert record["preemptions"] > 20
+    assert record["preemptions"] >= 8 and record["random_preemptions"] >= 8
     assert record["tokens"] > 1000
     assert record["ties"] <= 3

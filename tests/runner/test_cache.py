@@ -23,24 +23,21 @@ def make_shape(**changes) -> cache.StateShape:
     return cache.StateShape(**{**sizes, **changes})
 
 
-def num_bytes(arrays) -> int:
-    return sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(arrays))
-
-
 @pytest.mark.parametrize("changes", [{}, {"vocab_rows": 7}, {"num_slots": 1}, {"max_model_len": 48}])
-def test_bytes_are_counted_to_the_last(changes):
+def test_pages_and_slots_together_are_all_the_bytes_of_the_state(changes):
     shape = make_shape(**changes)
-    state = shape.abstract(rules.make_mesh(1), rules.TENSOR_PARALLEL)
-    pools = (state.k_pages, state.v_pages)
-    assert cache.token_bytes(shape.cache, shape.dtype) * shape.page_size * (shape.num_pages + 1) == num_bytes(pools)
-    assert cache.slot_bytes(shape) == num_bytes(state) - num_bytes(pools)
+    abstract = shape.abstract(rules.make_mesh(1), rules.TENSOR_PARALLEL)
+    page_bytes = cache.token_bytes(shape.cache, shape.dtype) * shape.page_size
+    state_bytes = sum(array.nbytes for array in jax.tree.leaves(cache.zeros(abstract)))
+    assert page_bytes * (shape.num_pages + 1) + cache.slot_bytes(abstract) == state_bytes
 
 
 def test_there_is_a_slot_and_a_page_more_than_sequences_may_own():
     state = make_shape().abstract(rules.make_mesh(1), rules.TENSOR_PARALLEL)
     assert state.k_pages.shape == state.v_pages.shape == (3, 8, 8, 2, 16)
     assert state.page_table.shape == (6, 6)
-    assert {array.shape[0] for array in jax.tree.leaves(state) if array.ndim < 5} == {6}
+    by_slot = (state.last_token, state.sampling, state.output_counts, state.in_prompt, state.logit_bias)
+    assert {array.shape[0] for array in by_slot} == {6}
 
 
 def test_a_new_state_is_all_zeros_in_its_shardings():

@@ -12,7 +12,7 @@ from jaxinfer.models import registry
 from jaxinfer.models.model import Model
 from jaxinfer.runner.buckets import Bucket
 from jaxinfer.runner.cache import StateShape
-from jaxinfer.runner.compiled import compile_lowered, lower_small, lower_step
+from jaxinfer.runner.compiled import compile_lowered, lower_sampler, lower_small, lower_step
 from jaxinfer.runner.step import StepBuilder
 from jaxinfer.sharding import rules
 
@@ -71,9 +71,18 @@ def test_every_array_of_state_keeps_its_place_and_no_pool_is_copied(builder, buc
     assert not copies, "\n".join(copies)
 
 
-def test_setting_up_a_slot_leaves_every_array_of_state_in_its_place(builder):
-    compiled = compile_lowered(builder, lower_small(builder)["set_up_slot"])
-    assert aliased_outputs(compiled) == num_state_arrays(builder)
+@pytest.mark.parametrize("program", ["set_up_slot", "sampler"])
+def test_what_runs_between_steps_leaves_every_array_of_state_in_its_place(builder, program):
+    lowered = lower_sampler(builder, 2) if program == "sampler" else lower_small(builder)[program]
+    assert aliased_outputs(compile_lowered(builder, lowered)) == num_state_arrays(builder)
+
+
+def test_sampling_on_several_devices_needs_no_word_between_them(golden):
+    if jax.device_count() < 2:
+        pytest.skip("one device; 2 are needed")
+    builder = make_builder(registry.from_config(golden("llama").config), num_devices=2)
+    text = compile_lowered(builder, lower_sampler(builder, 2)).as_text()
+    assert not re.search(r"= \S+ (all-|collective-|reduce-scatter)", text)
 
 
 @by_bucket
