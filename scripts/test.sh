@@ -9,8 +9,10 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 marks="not (long or gpu)"
+all=
 if [[ ${1:-} == --all ]]; then
   shift
+  all=yes
   marks="long and not gpu"
 fi
 if [[ -z ${JAXINFER_TEST_ASSETS:-} && -d ../shared ]]; then
@@ -19,6 +21,8 @@ if [[ -z ${JAXINFER_TEST_ASSETS:-} && -d ../shared ]]; then
 fi
 
 bash scripts/setup.sh test
+# The tests that compile for a GPU need the CUDA plugin, which must not be beside the others: 2.3 GB of its own.
+[[ -z $all ]] || JAXINFER_VENV=.venv-capture bash scripts/setup.sh capture
 .venv/bin/ruff check
 .venv/bin/ruff format --check
 .venv/bin/pyright
