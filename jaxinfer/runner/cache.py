@@ -38,7 +38,7 @@ class DeviceState:
     sampled_slot: jax.Array  # [R] int32: slot of each of these rows; N where the row does not sample
     sampled_position: jax.Array  # [R] int32: position of the token that the row samples
     last_token: jax.Array  # [N + 1] int32: the token sampled last, which the slot's next decode row computes
-    logprobs: jax.Array  # [N + 1, 1 + 2k] float32: sampling.Logprobs of that token, packed
+    logprobs: jax.Array  # [N + 1, 1 + 2k] int32: sampling.Logprobs of that token, packed
     sampling: jax.Array  # [N + 1, inputs.SAMPLING_FIELDS] int32: a request's parameters, floats by their bits
     output_counts: jax.Array  # [N + 1, V] int32: occurrences in the output, for slots with penalties
     in_prompt: jax.Array  # [N + 1, V] bool: whether the prompt holds the token, for slots with penalties
@@ -79,7 +79,7 @@ class StateShape:
             sampled_slot=array((self.num_slots,), jnp.int32),
             sampled_position=array((self.num_slots,), jnp.int32),
             last_token=array((rows,), jnp.int32),
-            logprobs=array((rows, 1 + 2 * num_top(self.vocab_rows)), jnp.float32),
+            logprobs=array((rows, 1 + 2 * num_top(self.vocab_rows)), jnp.int32),
             sampling=array((rows, inputs.SAMPLING_FIELDS), jnp.int32),
             output_counts=array((rows, self.vocab_rows), jnp.int32),
             in_prompt=array((rows, self.vocab_rows), jnp.bool_),

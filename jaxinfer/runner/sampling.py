@@ -22,9 +22,9 @@ class Logprobs(NamedTuple):
     top: jax.Array  # [R, k]
 
     def pack(self) -> jax.Array:
-        """[R, 1 + 2k] float32, ids by their bits, for one array of state to hold them all."""
-        ids = jax.lax.bitcast_convert_type(self.top_ids, jnp.float32)
-        return jnp.concatenate([self.chosen[:, None], ids, self.top], axis=1)
+        """[R, 1 + 2k] int32, numbers by their bits, for one array of state to hold them all."""
+        chosen, top = (jax.lax.bitcast_convert_type(a, jnp.int32) for a in (self.chosen[:, None], self.top))
+        return jnp.concatenate([chosen, self.top_ids, top], axis=1)
 
 
 def num_top(vocab_rows: int) -> int:
@@ -34,9 +34,8 @@ def num_top(vocab_rows: int) -> int:
 
 def unpack_logprobs(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """On the host: chosen [R], top_ids [R, k] and top [R, k] from what `Logprobs.pack` made."""
-    chosen, rest = packed[:, 0], packed[:, 1:]
-    ids, top = np.split(rest, 2, axis=1)
-    return chosen, np.ascontiguousarray(ids).view(np.int32), top
+    ids, top = np.split(packed[:, 1:], 2, axis=1)
+    return packed[:, 0].copy().view(np.float32), ids, top.copy().view(np.float32)
 
 
 class SamplingRows(NamedTuple):

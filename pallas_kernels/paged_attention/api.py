@@ -43,7 +43,7 @@ def paged_attention(
     pools = Refs of [L, P, S, K, E] each, changed in place; layer: int32 scalar array.
     Token i of a row sees positions p with 0 <= position_i - p, and position_i - p < window when a window (an int32
     scalar array) is given. Scores are (q . k) * scale, the softmax is float32. max_query_len: no row has more tokens
-    than this in the step; 1 means that token t is row t.
+    than this in the step; 1 means that token t is row t. What the pages hold past a row's tokens may be anything.
     Returns [T, H, E] in q's dtype; rows of padding tokens are finite and meaningless.
     Source: Vaswani et al. 2017, eq. 1; pages as in Kwon et al. 2023 (PagedAttention).
     """

@@ -105,6 +105,8 @@ def _attend(
         seen = behind >= 0
         if window is not None:
             seen &= behind < window
+        # What lies past a row's tokens may be anything, NaN too, and no weight of 0 would silence that.
+        v = jnp.where((behind.max(1) >= 0)[:, :, None, None], v, 0)
         scores = jnp.einsum("nkgqe,ncke->nkgqc", queries, k, preferred_element_type=jnp.float32) * scale
         scores = jnp.where(seen[:, None, None], scores, MASKED)
         new_best = jnp.maximum(best, scores.max(-1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -17,7 +18,7 @@ OPTIONS = {"page_size": 8, "num_pages": 12, "max_num_seqs": 4}
 VOCAB, LONGEST_PROMPT, MOST_TOKENS, LAST_ARRIVAL = 128, 30, 40, 15
 # Fixed examples: with floats, one in very many draws falls between two tokens, and that is nobody's fault.
 searching = settings(
-    deadline=None, max_examples=30, derandomize=True, suppress_health_check=[HealthCheck.too_slow], database=None
+    deadline=None, max_examples=20, derandomize=True, suppress_health_check=[HealthCheck.too_slow], database=None
 )
 
 
@@ -36,7 +37,12 @@ def wide_engine():
     engine.close()
 
 
-prompts = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=LONGEST_PROMPT)
+# By length: of lists most are short, and short sequences never fill the pool.
+prompts = st.builds(
+    lambda length, seed: tuple(random.Random(seed).choices(range(VOCAB), k=length)),
+    st.integers(1, LONGEST_PROMPT),
+    st.integers(0, 2**32),
+)
 greedy = st.fixed_dictionaries({"temperature": st.just(0.0), "logprobs": st.sampled_from([None, None, 1])})
 penalties = {
     "repetition_penalty": st.sampled_from([1.0, 0.8, 1.4]),
@@ -61,7 +67,7 @@ sampled = st.fixed_dictionaries(
 @st.composite
 def batches(draw, parameters):
     """Requests and the steps at which they arrive."""
-    count = draw(st.integers(1, 7))
+    count = draw(st.integers(3, 7))
     requests = [
         Request(
             request_id=str(i),

@@ -9,7 +9,7 @@ from jaxinfer.sharding.rules import ShardingError
 from jaxinfer.types import Request
 from tests.engine.drive import GOLDEN, build, drive, num_equal
 
-OPTIONS = {"page_size": 8, "num_pages": 12, "max_num_seqs": 2, "max_num_batched_tokens": 16}
+OPTIONS = {"page_size": 8, "num_pages": 12, "max_num_seqs": 1, "max_num_batched_tokens": 16}
 SIZES = {
     "vocab_size": 128,
     "hidden_size": 64,

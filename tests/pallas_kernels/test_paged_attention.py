@@ -74,6 +74,24 @@ def test_every_token_sees_all_of_its_sequence_up_to_itself_and_nothing_else(case
         assert np.isfinite(after).all()
 
 
+@by_name
+def test_what_pages_hold_past_a_rows_tokens_does_not_matter(case):
+    """A sequence whose numbers overflowed leaves NaN in pages that others get next."""
+    arrays = make(case)
+    pools = []
+    for pool in (arrays.k_pool, arrays.v_pool):
+        left = np.full_like(pool, np.nan)
+        for row, (_, old) in enumerate(case.rows):
+            positions = np.arange(old)
+            page = arrays.rows.page_table[row][positions // case.page_size]
+            at = (LAYER, page, positions % case.page_size)
+            left[at] = pool[at]
+        pools.append(left)
+    out, _, _ = run(case, arrays._replace(k_pool=pools[0], v_pool=pools[1]))
+    real = sum(new for new, _ in case.rows)
+    np.testing.assert_allclose(out[:real], dense(case, arrays)[:real], atol=TOLERANCE)
+
+
 def test_the_cases_meet_every_edge():
     assert {case.head_width for case in CASES} >= {64, 128, 256}
     assert {case.num_heads // case.num_kv_heads for case in CASES} >= {1, 2, 3, 4, 7, 8}
