@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import itertools
+import numbers
 import uuid
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -14,6 +17,7 @@ import jax.numpy as jnp
 
 from checkpoints import orbax_store
 from checkpoints.resolve import resolve
+from jaxinfer.build import REFUSALS as REFUSALS
 from jaxinfer.build import Progress, build_engine, engine_command, load_params, make_tokenizer
 from jaxinfer.config import DEFAULT_MODEL, EngineConfig, ServerConfig
 from jaxinfer.engine.local import LocalEngine
@@ -71,6 +75,8 @@ class LLM:
     def __init__(self, model: str = DEFAULT_MODEL, *, show_progress: bool = True, **options: Any):
         config = EngineConfig(model=model, **options)
         self._engine = LocalEngine(build_engine(config, show_progress=show_progress))
+        # Also when it is never closed: see LocalEngine.close. Registered after JAX's own, it runs before.
+        atexit.register(weakref.finalize(self, self._engine.close))
         checkpoint = resolve(config.model, revision=config.revision, load_format=config.load_format)
         self.tokenizer = make_tokenizer(checkpoint)
         self._template = ChatTemplate.from_config(checkpoint.tokenizer_config)
@@ -139,7 +145,11 @@ class LLM:
 
     def _job(self, prompt: Prompt, sampling: SamplingParams) -> _Job:
         text = prompt if isinstance(prompt, str) else None
-        ids = list(prompt) if text is None else self._tokenizer().encode(text, add_special_tokens=True)
+        ids = (
+            [int(token) for token in prompt]
+            if text is None
+            else self._tokenizer().encode(text, add_special_tokens=True)
+        )
         requests = lower(ids, sampling, self.info, self.tokenizer, uuid.uuid4().hex)
         streams = [OutputStream(self.tokenizer, ids, sampling) for _ in requests]
         outputs = [Completion(index) for index in range(len(requests))]
@@ -194,7 +204,8 @@ class _Job:
 
 
 def _is_ids(prompts: Any) -> bool:
-    return bool(prompts) and isinstance(prompts[0], int)
+    """Whether it is one prompt of token ids, as a sequence or as an array [T]."""
+    return len(prompts) > 0 and isinstance(prompts[0], numbers.Integral)
 
 
 class Server:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import sys
@@ -16,11 +17,12 @@ from tqdm import tqdm
 
 from checkpoints import load, orbax_store
 from checkpoints.resolve import Checkpoint, resolve
+from checkpoints.source import CheckpointError
 from jaxinfer.config import ConfigError, EngineConfig, SchedulerLimits
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.process import engine_main
 from jaxinfer.models import registry
-from jaxinfer.models.model import Model
+from jaxinfer.models.model import Model, ModelError
 from jaxinfer.params import Params, num_bytes, random_params
 from jaxinfer.runner import cache
 from jaxinfer.runner.buckets import Bucket, make_buckets
@@ -39,6 +41,8 @@ MIXED_TOKENS_ON_CPU = 64
 SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 """What is taken from a model's generation_config."""
 CACHE_DIR = Path.home() / ".cache" / "jaxinfer" / "xla"
+REFUSALS = (ConfigError, CheckpointError, ModelError, rules.ShardingError, cache.PoolError)
+"""What whoever asks for an engine can put right: the message says it all. Other errors are faults."""
 
 
 class Progress:
@@ -74,6 +78,7 @@ def build_engine(config: EngineConfig, *, show_progress: bool = True) -> Engine:
     Raises ConfigError, CheckpointError, ModelError, ShardingError or PoolError, before anything slow where it can.
     """
     set_up_jax(config)
+    find_devices()
     checkpoint = resolve(config.model, revision=config.revision, load_format=config.load_format)
     model = registry.from_config(checkpoint.config)
     mesh = rules.make_mesh(config.tensor_parallel_size)
@@ -82,12 +87,11 @@ def build_engine(config: EngineConfig, *, show_progress: bool = True) -> Engine:
     vocab_size = min(model.vocab_rows, tokenizer.vocab_size) if tokenizer else model.vocab_rows
     shape = _state_shape(config, model, mesh)
     buckets = make_buckets(_platform(mesh), shape.num_slots, _max_step_tokens(config, shape.num_slots, mesh))
-    progress = Progress(show_progress)
-    params = load_params(checkpoint, model, shape.dtype, shardings, seed=config.seed, progress=progress)
-    builder = StepBuilder(model=model, shape=shape, vocab_size=vocab_size, mesh=mesh, buckets=tuple(buckets))
-    builder = _size_pool(config, builder, params)
-    runner = ModelRunner(builder, params, progress)
-    progress.close()
+    with contextlib.closing(Progress(show_progress)) as progress:
+        params = load_params(checkpoint, model, shape.dtype, shardings, seed=config.seed, progress=progress)
+        builder = StepBuilder(model=model, shape=shape, vocab_size=vocab_size, mesh=mesh, buckets=tuple(buckets))
+        builder = _size_pool(config, builder, params)
+        runner = ModelRunner(builder, params, progress)
     limits = SchedulerLimits(
         max_model_len=builder.shape.max_model_len,
         page_size=config.page_size,
@@ -120,11 +124,26 @@ def set_up_jax(config: EngineConfig) -> None:
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
+def find_devices() -> list[jax.Device]:
+    """JAX's devices. ConfigError, with what JAX says, where its backend does not start."""
+    try:
+        return jax.devices()
+    except (RuntimeError, AssertionError) as error:  # the latter, without a word, for a platform without its plugin
+        reason = str(error) or "the package of that platform is not installed"
+        raise ConfigError(f"JAX cannot start on JAX_PLATFORMS {jax.config.jax_platforms!r}: {reason}") from error
+
+
 def make_tokenizer(checkpoint: Checkpoint) -> Tokenizer | None:
-    """The checkpoint's tokenizer; None if it has none, and then only token ids can be served."""
+    """The checkpoint's tokenizer; None if it has none, and then only token ids can be served.
+
+    CheckpointError for one that cannot be read, or that is not supported.
+    """
     if checkpoint.tokenizer_json is None:
         return None
-    return Tokenizer(checkpoint.tokenizer_json, checkpoint.tokenizer_config)
+    try:
+        return Tokenizer(checkpoint.tokenizer_json, checkpoint.tokenizer_config)
+    except ValueError as error:
+        raise CheckpointError(f"{checkpoint.path}: {error}") from error
 
 
 def load_params(
@@ -179,16 +198,21 @@ def sampling_defaults(checkpoint: Checkpoint) -> dict[str, float]:
     return {**defaults, "temperature": 0.0} if given.get("do_sample") is False else defaults
 
 
+def check_context(config: EngineConfig, model: Model) -> None:
+    """ConfigError for a context longer than the model's own."""
+    if config.max_model_len is not None and config.max_model_len > model.max_model_len:
+        raise ConfigError(
+            f"max_model_len is {config.max_model_len}; the model was made for at most {model.max_model_len} tokens"
+        )
+
+
 def _platform(mesh: Mesh) -> str:
     return "cpu" if mesh.devices.flat[0].platform == "cpu" else "gpu"
 
 
 def _state_shape(config: EngineConfig, model: Model, mesh: Mesh) -> cache.StateShape:
     """All but the number of pages, which needs the weights on the device."""
-    if config.max_model_len is not None and config.max_model_len > model.max_model_len:
-        raise ConfigError(
-            f"max_model_len is {config.max_model_len}; the model was made for at most {model.max_model_len} tokens"
-        )
+    check_context(config, model)
     platform = _platform(mesh)
     dtype = {"cpu": "float32", "gpu": "bfloat16"}[platform] if config.dtype == "auto" else config.dtype
     return cache.StateShape(
@@ -248,7 +272,7 @@ def engine_command(config: EngineConfig, *, show_progress: bool) -> list[str]:
 def main(config_json: str, show_progress: str, fd: str) -> None:
     """The engine's process; see `engine_command`."""
     config = msgspec.json.decode(config_json, type=EngineConfig)
-    engine_main(int(fd), lambda: build_engine(config, show_progress=bool(int(show_progress))))
+    engine_main(int(fd), lambda: build_engine(config, show_progress=bool(int(show_progress))), REFUSALS)
 
 
 if __name__ == "__main__":

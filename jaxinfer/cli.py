@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxinfer import api, doctor
-from jaxinfer.config import DEFAULT_MODEL, DTYPES, LOAD_FORMATS, EngineConfig, ServerConfig
-from jaxinfer.types import SamplingParams
+from jaxinfer.config import DEFAULT_MODEL, DTYPES, LOAD_FORMATS, ConfigError, EngineConfig, ServerConfig
+from jaxinfer.types import EngineDead, InvalidRequest, SamplingParams
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         return args.run(args) or 0
-    except (ValueError, OSError, RuntimeError) as error:
+    except (*api.REFUSALS, InvalidRequest, EngineDead, OSError) as error:
         print(f"jaxinfer {args.command}: {error}", file=sys.stderr)
         return EXIT_FAILED
     except KeyboardInterrupt:
@@ -106,7 +106,7 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
 def _engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """The EngineConfig fields that the command line gave."""
     if args.model is not None and args.model_name is not None and args.model != args.model_name:
-        raise ValueError(f"two models are named: {args.model_name!r} and --model {args.model!r}; give one")
+        raise ConfigError(f"two models are named: {args.model_name!r} and --model {args.model!r}; give one")
     options = {field.name: getattr(args, field.name) for field in dataclasses.fields(EngineConfig)}
     options["model"] = args.model or args.model_name or DEFAULT_MODEL
     return {name: value for name, value in options.items() if value is not None}

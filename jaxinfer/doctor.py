@@ -9,18 +9,22 @@ import os
 import platform
 import shutil
 import subprocess
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 
+from checkpoints import load
 from checkpoints.resolve import resolve
-from jaxinfer.config import EngineConfig
+from jaxinfer.build import check_context, find_devices
+from jaxinfer.config import ConfigError, EngineConfig
 from jaxinfer.models import registry
 from jaxinfer.params import num_bytes
 from jaxinfer.runner.cache import token_bytes
 from jaxinfer.sharding import rules
 
 PACKAGES = ("jax", "jaxlib", "flax", "orbax-checkpoint", "tokenizers", "jax-triton", "triton")
+DRIVER_TIMEOUT_S = 30.0
 REQUIRED = ("jax", "jaxlib", "flax", "orbax-checkpoint", "tokenizers")
 
 
@@ -56,11 +60,12 @@ class Report:
 
 def examine(config: EngineConfig) -> Report:
     """Looks at the machine, then at the model that `config` names."""
-    findings = [Finding("python", platform.python_version()), *_packages(), _driver()]
+    findings = [Finding("python", platform.python_version()), *_packages()]
     try:
-        devices = jax.devices()
-    except RuntimeError as error:
-        return Report((*findings, Finding("devices", str(error), ok=False)))
+        devices = find_devices()
+    except ConfigError as error:
+        return Report((*findings, _driver([]), Finding("devices", str(error), ok=False)))
+    findings.append(_driver(devices))
     kinds = ", ".join(f"{device.device_kind} ({device.platform})" for device in devices)
     memory = _device_memory(devices[0])
     findings += [Finding("devices", kinds), Finding("memory per device", _gib(memory))]
@@ -77,16 +82,19 @@ def _packages() -> list[Finding]:
     return found
 
 
-def _driver() -> Finding:
+def _driver(devices: Sequence[jax.Device]) -> Finding:
     """The NVIDIA driver. A card that JAX does not see is wrong; no card at all is not."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return Finding("driver", "no NVIDIA driver: models run on the CPU")
     query = [tool, "--query-gpu=driver_version,name,memory.total", "--format=csv,noheader"]
-    answer = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=DRIVER_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return Finding("driver", f"nvidia-smi gave no answer in {DRIVER_TIMEOUT_S:.0f} s", ok=False)
     if answer.returncode != 0:
         return Finding("driver", f"nvidia-smi failed: {answer.stderr.strip() or answer.stdout.strip()}", ok=False)
-    seen = any(device.platform == "gpu" for device in jax.devices())
+    seen = any(device.platform == "gpu" for device in devices)
     note = "" if seen else ": JAX does not see it; install jaxinfer[cuda13] or [cuda12]"
     return Finding("driver", answer.stdout.strip().replace("\n", "; ") + note, ok=seen)
 
@@ -104,6 +112,9 @@ def _model(config: EngineConfig, memory: int) -> list[Finding]:
         model = registry.from_config(checkpoint.config)
         mesh = rules.make_mesh(config.tensor_parallel_size)
         rules.check_divisible(model.specs, mesh, rules.TENSOR_PARALLEL)
+        check_context(config, model)
+        if checkpoint.tensors is not None:
+            load.check_complete(load.wanted_tensors(model.specs), checkpoint.tensors.shapes(), model.ignored)
     except ValueError as error:
         return [Finding("model", f"{config.model}: {error}", ok=False)]
     dtype = config.dtype

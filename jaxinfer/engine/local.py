@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterable, Iterator
 
 from jaxinfer.engine.engine import Engine
-from jaxinfer.types import EngineInfo, EngineStats, QueueFull, Request, TokenEvent
+from jaxinfer.types import EngineDead, EngineInfo, EngineStats, QueueFull, Request, TokenEvent
 
 
 @dataclasses.dataclass(slots=True)
@@ -27,6 +27,7 @@ class LocalEngine:
         self._engine = engine
         self._lock = threading.Lock()
         self._runs: dict[str, _Run] = {}  # by the id of each pending request
+        self._closed = False
 
     @property
     def info(self) -> EngineInfo:
@@ -35,18 +36,20 @@ class LocalEngine:
     def stats(self) -> EngineStats:
         """A snapshot of the engine."""
         with self._lock:
+            self._check_open()
             return self._engine.stats()
 
     def run(self, requests: Iterable[Request]) -> Iterator[TokenEvent]:
         """Events of all requests, as they come. Those that find the queue full are held back until there is room.
 
-        Closing the iterator early cancels what still runs.
+        Closing the iterator early cancels what still runs. EngineDead once the engine is closed.
         """
         run = _Run(collections.deque(requests))
         try:
             # Events are looked at last: another thread may deliver the final one after the loop below found none.
             while run.waiting or run.pending or run.events:
                 with self._lock:
+                    self._check_open()
                     self._submit(run)
                     if not run.events:
                         self._deliver(self._engine.step())
@@ -65,9 +68,23 @@ class LocalEngine:
                 self._engine.abort(request_id)
 
     def close(self) -> None:
-        """Gives up the device's memory."""
+        """Ends what runs and gives up the device's memory. Once closed, does nothing."""
         with self._lock:
-            self._engine.close()
+            if self._closed:
+                return
+            self._closed = True
+            for request_id in self._runs:
+                self._engine.abort(request_id)
+            self._runs.clear()
+            try:
+                while self._engine.has_work:
+                    self._engine.step()  # a step that still runs when its device goes aborts the interpreter
+            finally:
+                self._engine.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineDead("the engine was closed")
 
     def _submit(self, run: _Run) -> None:
         while run.waiting:

@@ -7,6 +7,7 @@ import collections
 import contextlib
 import multiprocessing
 import multiprocessing.connection
+import os
 import queue
 import signal
 import subprocess
@@ -14,6 +15,7 @@ import sys
 import threading
 import traceback
 from collections.abc import AsyncIterator, Callable, Sequence
+from typing import NoReturn
 
 import msgspec
 
@@ -66,33 +68,57 @@ decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
 decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode
 
 
-def engine_main(fd: int, build: Callable[[], Engine]) -> None:
-    """The engine's process: builds it, then steps while there is work, until the channel on socket `fd` closes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the front end decides when to stop; the channel's end says so
+def engine_main(fd: int, build: Callable[[], Engine], refusals: tuple[type[Exception], ...] = ()) -> None:
+    """The engine's process: builds it, then steps while there is work, until the channel on socket `fd` closes.
+
+    refusals: errors of `build` that the user can put right: their message is the whole reason, without a traceback.
+    """
+    # The front end decides when to stop, and the channel's end says so. A terminal and a service manager send their
+    # signals to every process of a server: ended by one, the engine would cut short the streams that are to finish.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     connection = Connection(fd)
+    inbox: queue.SimpleQueue[ToEngine | None] = queue.SimpleQueue()
+    built = threading.Event()
+    threading.Thread(target=_receive, args=(connection, inbox, built), daemon=True).start()
     try:
         engine = build()
-        connection.send_bytes(encode(Ready(engine.info)))
-        _step_loop(connection, engine)
-    except (BrokenPipeError, ConnectionResetError, EOFError):
-        return
+    except refusals as error:
+        _end_with(connection, str(error))
     except Exception as error:
         traceback.print_exc()
-        connection.send_bytes(encode(Failed(f"{type(error).__name__}: {error}")))
-        sys.exit(1)
+        _end_with(connection, f"{type(error).__name__}: {error}")
+    built.set()
+    try:
+        connection.send_bytes(encode(Ready(engine.info)))
+        _step_loop(connection, inbox, engine)
+    except (BrokenPipeError, ConnectionResetError):
+        pass
+    except Exception as error:
+        traceback.print_exc()
+        _end_with(connection, f"{type(error).__name__}: {error}")
+    os._exit(0)  # at once: a step that still runs would abort the interpreter at its own end
 
 
-def _step_loop(connection: Connection, engine: Engine) -> None:
-    inbox: queue.SimpleQueue[ToEngine | None] = queue.SimpleQueue()
+def _receive(connection: Connection, inbox: queue.SimpleQueue[ToEngine | None], built: threading.Event) -> None:
+    """Fills the inbox, with None at the end of the channel."""
+    try:
+        while True:
+            inbox.put(decode_to_engine(connection.recv_bytes()))
+    except (EOFError, OSError):
+        if not built.is_set():
+            os._exit(1)  # nobody waits for this engine, and building it would hold the device for minutes
+        inbox.put(None)
 
-    def receive() -> None:
-        try:
-            while True:
-                inbox.put(decode_to_engine(connection.recv_bytes()))
-        except (EOFError, OSError):
-            inbox.put(None)
 
-    threading.Thread(target=receive, daemon=True).start()
+def _end_with(connection: Connection, reason: str) -> NoReturn:
+    with contextlib.suppress(OSError):
+        connection.send_bytes(encode(Failed(reason)))
+    sys.stderr.flush()
+    os._exit(1)  # at once, as in `engine_main`
+
+
+def _step_loop(connection: Connection, inbox: queue.SimpleQueue[ToEngine | None], engine: Engine) -> None:
     while True:
         while not (engine.has_work and inbox.empty()):
             message = inbox.get()

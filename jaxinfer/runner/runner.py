@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import threading
 import time
 from typing import Any, NamedTuple
 
@@ -43,23 +44,23 @@ class ModelRunner:
         self._counter = CompilationCounter()
         self.times_ms = self._warm_up(progress)
         """Of each bucket, full of padding: the median of the last runs, in ms."""
-        self._counter.count = 0
 
     @property
     def compilations_after_ready(self) -> int:
-        """Compilations in this process since this runner was ready; any one stalls every stream, so it stays 0."""
+        """Compilations in `launch`; any one stalls every stream, so it stays 0."""
         return self._counter.count
 
     def launch(self, plan: StepPlan) -> InFlight:
         """Starts a step and returns without waiting for it. Steps run in the order of their launches."""
         bucket = choose(self._builder.buckets, decode=not plan.prefills, tokens=plan.num_tokens, rows=plan.num_rows)
-        for chunk in plan.prefills:
-            if chunk.history is not None and (chunk.request.has_penalties or chunk.request.logit_bias):
-                self._set_up_slot(chunk)
-        self._run(bucket, plan)
-        if not plan.is_plain:
-            self._state = self._programs.samplers[bucket.rows](self._state)
-        return self._read(plan, wants_logprobs=plan.wants_logprobs)
+        with self._counter:
+            for chunk in plan.prefills:
+                if chunk.history is not None and (chunk.request.has_penalties or chunk.request.logit_bias):
+                    self._set_up_slot(chunk)
+            self._run(bucket, plan)
+            if not plan.is_plain:
+                self._state = self._programs.samplers[bucket.rows](self._state)
+            return self._read(plan, wants_logprobs=plan.wants_logprobs)
 
     def collect(self, in_flight: InFlight) -> StepResult:
         """Waits for a step and reads what it sampled."""
@@ -127,15 +128,23 @@ class ModelRunner:
 
 
 class CompilationCounter:
-    """Counts what JAX compiles in this process, until closed."""
+    """Counts what JAX compiles on this thread while it is entered. The process may compile for others meanwhile."""
 
     def __init__(self) -> None:
         self.count = 0
+        self._thread: int | None = None
         jax.monitoring.register_event_duration_secs_listener(self._on_event)
 
+    def __enter__(self) -> None:
+        self._thread = threading.get_ident()
+
+    def __exit__(self, *_: object) -> None:
+        self._thread = None
+
     def close(self) -> None:
+        """Stops listening."""
         jax.monitoring.unregister_event_duration_listener(self._on_event)
 
     def _on_event(self, event: str, _duration: float, **_: Any) -> None:
-        if event == "/jax/core/compile/backend_compile_duration":
+        if event == "/jax/core/compile/backend_compile_duration" and self._thread == threading.get_ident():
             self.count += 1

@@ -6,6 +6,7 @@ import json
 import shutil
 import threading
 
+import numpy as np
 import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
@@ -75,6 +76,7 @@ def test_a_text_a_list_and_token_ids_are_the_same_prompt(llm):
     ids = llm.tokenizer.encode(PROMPTS[0], add_special_tokens=True)
     assert alone(llm, ids).token_ids == alone(llm, [PROMPTS[0]]).token_ids == expected.token_ids
     assert alone(llm, [ids]).text == alone(llm, [tuple(ids)]).text == expected.text
+    assert alone(llm, np.array(ids)).text == alone(llm, np.array([ids])).text == expected.text
     (by_text,), (by_ids,) = llm.generate(PROMPTS[0], GREEDY), llm.generate(ids, GREEDY)
     assert (by_text.prompt, by_ids.prompt) == (PROMPTS[0], None)
     assert by_text.prompt_token_ids == by_ids.prompt_token_ids == ids

@@ -1,0 +1,254 @@
+"""The command line: what it prints, what it refuses, and the exit status."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+
+from jaxinfer import cli
+from jaxinfer.api import LLM
+from tests.api.test_serve_process import (
+    GOLDEN,
+    SPOILED,
+    TINY_FLAGS,
+    doctored,
+    run_cli,
+    save_tiny_model,
+    spoil,
+)
+from tests.checkpoints.conftest import add_metadata, tiny_metadata, tiny_tensors
+
+COMMANDS = ("serve", "generate", "chat", "convert", "doctor")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_tiny_model(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Runs a command that must succeed, with a small engine where it has one."""
+    cache = str(tmp_path_factory.mktemp("compiled"))
+
+    def run(command, *args, stdin=""):
+        engine = () if command == "convert" else (*TINY_FLAGS, "--compile-cache-dir", cache)
+        done = run_cli(command, *args, *engine, stdin=stdin)
+        assert done.returncode == 0, done.stderr
+        assert "Traceback" not in done.stderr
+        return done.stdout
+
+    return run
+
+
+GREEDY = ("--temperature", "0", "--max-tokens", "9")
+
+
+def test_generate_prints_the_prompt_with_its_completion_and_what_it_took(run, model):
+    out = run("generate", str(model), "--prompt", "abc", *GREEDY, "--stats")
+    assert out.startswith("abc")
+    assert re.search(r"\ntime to first token \d+ ms, \d tokens, ([\d.]+ tokens/s|n/a)\n$", out)
+
+
+def test_generate_with_chat_prints_the_answer_alone(run, model):
+    answer = run("generate", "--model", str(model), "--chat", "--prompt", "abc", *GREEDY)
+    assert run("generate", str(model), "--prompt", "user: abc\n>", *GREEDY) == "user: abc\n>" + answer
+
+
+def test_chat_answers_every_line_of_a_pipe_and_remembers_the_turns_before(run, model):
+    out = run("chat", str(model), "--system", "be", *GREEDY, stdin="abc\nand d\n")
+    first, second, end = out.split("> ")[1:]
+    history = "system: be\nuser: abc\n>"
+    assert run("generate", str(model), "--prompt", history, *GREEDY) == history + first
+    history = f"system: be\nuser: abc\nassistant: {first[:-1]}\nuser: and d\n>"
+    assert run("generate", str(model), "--prompt", history, *GREEDY) == history + second
+    assert end.strip() == ""
+
+
+def test_converted_store_generates_the_same_text(run, model, tmp_path):
+    store = str(tmp_path / "store")
+    run("convert", str(model), store)
+    prompt = ("--prompt", "Once upon", *GREEDY)
+    assert run("generate", store, *prompt) == run("generate", str(model), *prompt)
+    again = run_cli("convert", str(model), store)
+    assert again.returncode == 1
+    assert again.stderr.splitlines()[-1].endswith("store: is not empty; a store is written to a new folder")
+    assert "Traceback" not in again.stderr
+
+
+@pytest.mark.long
+def test_default_model_answers_in_the_terminal(tmp_path):
+    options = ("--max-model-len", "256", "--compile-cache-dir", str(tmp_path), "--max-num-seqs", "1")
+    done = run_cli("generate", "--prompt", "The capital of France is", *GREEDY, *options)
+    assert (done.returncode, done.stdout[:31]) == (0, "The capital of France is Paris.")
+    done = run_cli("chat", *GREEDY, *options, stdin="What is the capital of France?\nAnd of Italy?\n")
+    assert done.returncode == 0
+    assert "Paris" in done.stdout and "Rome" in done.stdout
+
+
+@pytest.mark.parametrize("command", [None, *COMMANDS])
+def test_help_tells_of_every_command_and_flag(command, capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main([*([command] if command else []), "--help"])
+    assert end.value.code == 0
+    out = capsys.readouterr().out
+    if command is None:
+        assert all(name in out for name in COMMANDS)
+    else:
+        assert f"usage: jaxinfer {command}" in out
+
+
+@pytest.mark.parametrize("args", [[], ["fly"], ["generate"], ["serve", "--max-num-seqs", "many"], ["convert", "a"]])
+def test_wrong_usage_exits_with_2(args, capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main(args)
+    assert end.value.code == 2
+    assert "usage: jaxinfer" in capsys.readouterr().err
+
+
+def refusal(args, capsys):
+    """What a command that must fail says on standard error."""
+    assert cli.main(args) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    return captured.err
+
+
+@pytest.mark.parametrize("command", ["serve", "generate", "chat"])
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--page-size", "12"], "page_size is 12; it must be a power of two from 8 to 256"),
+        (
+            ["no-such-model"],
+            "model 'no-such-model' is no file, no folder and no Hub id; give a folder with config.json",
+        ),
+        ([str(GOLDEN), "--model", "other"], "two models are named: '.*llama' and --model 'other'; give one"),
+        (["--max-model-len", "1"], "max_model_len is 1; it must be at least 2"),
+    ],
+)
+def test_configuration_that_cannot_work_is_refused_in_one_line(command, args, message, capsys):
+    prompt = ["--prompt", "a"] if command == "generate" else []
+    port = ["--port", "0"] if command == "serve" else []
+    err = refusal([command, *args, *prompt, *port], capsys)
+    assert re.fullmatch(f"jaxinfer {command}: {message}.*\n", err)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--max-model-len", "257"], "max_model_len is 257; the model was made for at most 256 tokens"),
+        (["--tensor-parallel-size", "4"], "a tensor axis of 4 devices does not divide .*kv_heads 2.*: 1, 2"),
+        (["-tp", "5"], "tensor_parallel_size is 5, but there are 4 devices"),
+        (["--max-num-batched-tokens", "16", "--max-num-seqs", "9"], "max_num_batched_tokens is 16, less than twice"),
+    ],
+)
+def test_what_model_or_devices_cannot_do_is_refused_in_one_line(args, message, capsys):
+    err = refusal(["generate", str(GOLDEN), "--prompt", "a", "--compile-cache-dir", "", *args], capsys)
+    assert re.fullmatch(f"jaxinfer generate: {message}.*\n", err)
+
+
+def test_memory_that_holds_no_page_is_refused_in_one_line(monkeypatch, capsys):
+    monkeypatch.setattr("jaxinfer.runner.cache.CPU_POOL_BYTES", 1000)
+    err = refusal(["generate", str(GOLDEN), "--prompt", "a", "--compile-cache-dir", ""], capsys)
+    assert "Traceback" not in err
+    assert err.splitlines()[-1].startswith("jaxinfer generate: no room for a KV cache: 0 MiB are left beside")
+
+
+def test_port_in_use_is_refused_before_the_model_is_looked_at(capsys):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        err = refusal(["serve", "no-such-model", "--port", str(port)], capsys)
+    assert err.startswith(f"jaxinfer serve: cannot listen on 127.0.0.1 port {port} (Address already in use)")
+
+
+def test_chat_template_file_that_does_not_exist_is_refused_by_its_name(capsys):
+    err = refusal(["serve", str(GOLDEN), "--port", "0", "--chat-template", "no-such.jinja"], capsys)
+    assert err == "jaxinfer serve: [Errno 2] No such file or directory: 'no-such.jinja'\n"
+
+
+def test_chat_template_that_is_none_is_refused_with_its_line(tmp_path, capsys):
+    path = tmp_path / "broken.jinja"
+    path.write_text("one\n{% for %}")
+    err = refusal(["serve", str(GOLDEN), "--port", "0", "--chat-template", str(path)], capsys)
+    assert err.startswith("jaxinfer serve: chat template, line 2: ")
+
+
+def unknown_architecture(folder):
+    folder.mkdir()
+    config = json.loads((GOLDEN / "config.json").read_text()) | {"architectures": ["GPT2LMHeadModel"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "model.safetensors").write_bytes((GOLDEN / "model.safetensors").read_bytes())
+    return folder
+
+
+def truncated(folder):
+    doctored(folder, lambda _: None)
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    return folder
+
+
+def unsupported_gguf(folder):
+    folder.mkdir()
+    writer = gguf.GGUFWriter(folder / "model.gguf", "llama")
+    for key, value in tiny_metadata("llama").items():
+        add_metadata(writer, key, value)
+    for name, tensor in tiny_tensors().items():
+        if name == "blk.0.ffn_up.weight":
+            writer.add_tensor(name, np.zeros((2, 84), np.uint8), raw_dtype=gguf.GGMLQuantizationType.Q2_K)
+        else:
+            writer.add_tensor(name, tensor)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return folder
+
+
+def spoiled(folder):
+    return Path(doctored(folder, spoil))
+
+
+def unreadable_tokenizer(folder):
+    save_tiny_model(folder)
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+BROKEN = {
+    unknown_architecture: r"architecture not supported: GPT2LMHeadModel; known: LlamaForCausalLM",
+    truncated: r".*model\.safetensors: truncated: tensor .* ends at byte \d+, but the file ends after \d+",
+    unsupported_gguf: r".*model\.gguf: tensor 'blk\.0\.ffn_up\.weight' is of type Q2_K; supported: F32",
+    spoiled: re.escape(SPOILED.removesuffix("\n")),
+    unreadable_tokenizer: r".*model: tokenizer\.json cannot be read",
+}
+
+
+@pytest.mark.parametrize("make", BROKEN, ids=lambda make: make.__name__)
+def test_broken_checkpoint_is_refused_with_its_reason_and_no_traceback(make, tmp_path, capsys):
+    folder = str(make(tmp_path / "model"))
+    flags = ["--compile-cache-dir", ""]
+    err = refusal(["generate", folder, "--prompt", "a", *flags], capsys)
+    lines = err[err.index("jaxinfer generate:") :]
+    assert re.match(f"jaxinfer generate: {BROKEN[make]}", lines)
+    assert "Traceback" not in err
+    with pytest.raises(ValueError, match=BROKEN[make]):
+        LLM(folder, show_progress=False, compile_cache_dir="")
+
+
+@pytest.mark.parametrize(
+    "make", [unknown_architecture, truncated, unreadable_tokenizer], ids=lambda make: make.__name__
+)
+def test_broken_checkpoint_keeps_a_server_from_starting_with_its_reason_and_no_traceback(make, tmp_path):
+    done = run_cli("serve", str(make(tmp_path / "model")), "--port", "0", "--compile-cache-dir", "")
+    assert done.returncode == 1 and done.stdout == ""
+    assert re.fullmatch(f"jaxinfer serve: {BROKEN[make]}.*", done.stderr.splitlines()[-1])
+    assert "Traceback" not in done.stderr
