@@ -88,14 +88,15 @@ def test_two_models_in_a_process_work_and_closing_one_leaves_the_other(first):
 
 
 def test_compilation_by_a_models_own_step_counts(first, monkeypatch):
-    step = first._engine._engine.step
+    runner = first._engine._engine._runner
+    run = runner._run
 
-    def compiling_step():
+    def compiling_run(bucket, plan):
         jax.jit(lambda x: x * 5 + 2).lower(jnp.ones(7)).compile()
-        return step()
+        run(bucket, plan)
 
     before = first.stats().compilations_after_ready
-    monkeypatch.setattr(first._engine._engine, "step", compiling_step)
+    monkeypatch.setattr(runner, "_run", compiling_run)
     ids(first)
     assert first.stats().compilations_after_ready > before
 
