@@ -40,7 +40,7 @@ def test_a_decode_row_is_planned_before_its_token_is_known():
     first = must_plan(scheduler)
     assert first.prefills[0].samples
     second = must_plan(scheduler)
-    assert (second.decodes, second.prefills) == ([DecodeRow(slot=0, position=3, new_page=None)], [])
+    assert (second.decodes, second.prefills) == ([DecodeRow(slot=0, position=3, new_page=None, plain=False)], [])
     assert scheduler.apply(StepResult(0, {0: 11}, {}))[0].token_ids == (11,)
     third = must_plan(scheduler)
     assert [row.position for row in third.decodes] == [4]
