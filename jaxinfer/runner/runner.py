@@ -41,6 +41,8 @@ class ModelRunner:
         self._programs = compile_programs(builder, params, progress)
         self._state = cache.zeros(builder.abstract_state)
         self._staged = jnp.zeros_like(builder.abstract_inputs, device=builder.abstract_inputs.sharding)
+        hole_bytes = max(cache.HOLE_BYTES, self._staged.nbytes, self._state.logprobs.nbytes)
+        self._around_holes = cache.make_holes(hole_bytes) if builder.platform != "cpu" else []
         self._counter = CompilationCounter()
         self.times_ms = self._warm_up(progress)
         """Of each bucket, full of padding: the median of the last runs, in ms."""
@@ -77,7 +79,7 @@ class ModelRunner:
     def close(self) -> None:
         """Gives up the device's memory. Nothing can be launched any more."""
         self._counter.close()
-        del self._programs, self._params, self._state, self._staged
+        del self._programs, self._params, self._state, self._staged, self._around_holes
 
     def _run(self, bucket: Bucket, plan: StepPlan) -> None:
         shape = self._builder.shape
