@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from checkpoints.gguf_dequant import TYPES, UNSUPPORTED_NAMES, TensorType
-from checkpoints.source import CheckpointError
+from checkpoints.source import CheckpointError, refuse_pointer
 
 MAX_DIMS = 4
 _STRING, _ARRAY = 8, 9
@@ -138,6 +138,7 @@ class GgufFile:
 
 def _read_preamble(cursor: _Cursor) -> tuple[int, int]:
     """Checks magic and version; gives the counts of tensors and of metadata keys."""
+    refuse_pointer(cursor.path, cursor.data[:64])
     magic = cursor.take(4)
     if magic != b"GGUF":
         raise CheckpointError(f"{cursor.path}: starts with {magic!r}, so it is not a GGUF file")

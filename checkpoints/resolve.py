@@ -13,7 +13,7 @@ from typing import NamedTuple
 import huggingface_hub
 
 from checkpoints import gguf, gguf_tokenizer, safetensors
-from checkpoints.source import CheckpointError, TensorSource
+from checkpoints.source import CheckpointError, TensorSource, refuse_pointer
 
 LOAD_FORMATS = ("auto", "dummy")
 STORE_MARKER = "jaxinfer_store.json"
@@ -128,7 +128,16 @@ def _from_folder(name: str, folder: Path, load_format: str) -> Checkpoint:
         raise CheckpointError(f"{folder}: holds {len(files)} GGUF files ({listed}); name one of them")
     present = ", ".join(sorted(path.name for path in folder.iterdir())[:20]) or "nothing"
     lacking = "neither *.safetensors nor a .gguf file" if has_config else "neither config.json nor a .gguf file"
-    raise CheckpointError(f"{folder}: has {lacking}; it holds {present}")
+    raise CheckpointError(f"{folder}: has {lacking}; it holds {present}{_advice(folder, has_config)}")
+
+
+def _advice(folder: Path, has_config: bool) -> str:
+    """What would make a checkpoint of a folder that has no weights which are read."""
+    if any(folder.glob("*.bin")) or any(folder.glob("*.pt*")):
+        return "; pickled weights (.bin, .pt, .pth) are not read: save them as safetensors"
+    if has_config:
+        return "; load_format dummy takes a config.json alone, with random weights"
+    return ""
 
 
 def _described(name: str, folder: Path, form: str, tensors: TensorSource | None) -> Checkpoint:
@@ -153,9 +162,11 @@ def _read_text(path: Path) -> str | None:
     if not path.exists():
         return None
     try:
-        return path.read_text("utf-8")
+        text = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path}: cannot be read ({error})") from error
+    refuse_pointer(path, text[:64].encode())
+    return text
 
 
 def _read_json(path: Path) -> dict[str, object] | None:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 
-from checkpoints.source import CheckpointError
+from checkpoints.source import CheckpointError, refuse_pointer
 
 MAX_HEADER_BYTES = 100_000_000
 INDEX_NAME = "model.safetensors.index.json"
@@ -86,6 +86,7 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def _parse_header(path: Path, data: mmap.mmap) -> dict[str, _Entry]:
+    refuse_pointer(path, data[:64])
     length = int.from_bytes(data[:8], "little")
     if length > MAX_HEADER_BYTES:
         raise CheckpointError(f"{path}: the header claims {length} bytes; at most {MAX_HEADER_BYTES} are allowed")

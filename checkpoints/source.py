@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -10,6 +11,15 @@ import numpy as np
 
 class CheckpointError(ValueError):
     """A checkpoint that cannot be used; the message names the file and the values at fault."""
+
+
+_LFS_POINTER = b"version https://git-lfs"
+
+
+def refuse_pointer(path: Path, start: bytes) -> None:
+    """CheckpointError for a file that starts as those do which a clone without Git LFS leaves in place of the data."""
+    if start.startswith(_LFS_POINTER):
+        raise CheckpointError(f"{path}: a Git LFS pointer in place of the file; run in its folder: git lfs pull")
 
 
 class TensorSource(Protocol):

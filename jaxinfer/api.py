@@ -74,12 +74,12 @@ class LLM:
 
     def __init__(self, model: str = DEFAULT_MODEL, *, show_progress: bool = True, **options: Any):
         config = EngineConfig(model=model, **options)
-        self._engine = LocalEngine(build_engine(config, show_progress=show_progress))
-        # Also when it is never closed: see LocalEngine.close. Registered after JAX's own, it runs before.
-        atexit.register(weakref.finalize(self, self._engine.close))
         checkpoint = resolve(config.model, revision=config.revision, load_format=config.load_format)
         self.tokenizer = make_tokenizer(checkpoint)
         self._template = ChatTemplate.from_config(checkpoint.tokenizer_config)
+        self._engine = LocalEngine(build_engine(config, show_progress=show_progress))
+        # Also when it is never closed: see LocalEngine.close. Registered after JAX's own, it runs before.
+        atexit.register(weakref.finalize(self, self._engine.close))
 
     @property
     def info(self) -> EngineInfo:
@@ -99,7 +99,7 @@ class LLM:
 
         One SamplingParams for all prompts, or one for each. Raises InvalidRequest before anything runs.
         """
-        many = [prompts] if isinstance(prompts, str) or _is_ids(prompts) else list(prompts)
+        many = [prompts] if isinstance(prompts, str | bytes) or _is_ids(prompts) else list(_sequence(prompts))
         params = self._one_each(sampling_params, len(many))
         jobs = [self._job(prompt, sampling) for prompt, sampling in zip(many, params, strict=True)]
         self._run(jobs)
@@ -121,6 +121,10 @@ class LLM:
         """Token ids of a conversation, ready for the model's turn."""
         if self._template is None:
             raise InvalidRequest(f"{self.info.model} has no chat template; use generate", param="messages")
+        if isinstance(messages, str) or not all(isinstance(message, Mapping) for message in messages):
+            raise InvalidRequest(
+                f"messages is {_shown(messages)}; a list of messages with role and content is needed", param="messages"
+            )
         text = self._template.render([dict(message) for message in messages], **template_options)
         return self._tokenizer().encode(text, add_special_tokens=False)
 
@@ -145,11 +149,7 @@ class LLM:
 
     def _job(self, prompt: Prompt, sampling: SamplingParams) -> _Job:
         text = prompt if isinstance(prompt, str) else None
-        ids = (
-            [int(token) for token in prompt]
-            if text is None
-            else self._tokenizer().encode(text, add_special_tokens=True)
-        )
+        ids = _token_ids(prompt) if text is None else self._tokenizer().encode(text, add_special_tokens=True)
         requests = lower(ids, sampling, self.info, self.tokenizer, uuid.uuid4().hex)
         streams = [OutputStream(self.tokenizer, ids, sampling) for _ in requests]
         outputs = [Completion(index) for index in range(len(requests))]
@@ -189,6 +189,8 @@ class LLM:
     def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
         if params is None or isinstance(params, SamplingParams):
             return [params or SamplingParams()] * count
+        if not isinstance(params, Sequence) or not all(isinstance(one, SamplingParams) for one in params):
+            raise InvalidRequest(f"sampling_params is {_shown(params)}; a SamplingParams, or a list of them, is needed")
         if len(params) != count:
             raise InvalidRequest(f"{len(params)} sampling_params for {count} prompts; give one, or one for each")
         return list(params)
@@ -205,7 +207,31 @@ class _Job:
 
 def _is_ids(prompts: Any) -> bool:
     """Whether it is one prompt of token ids, as a sequence or as an array [T]."""
-    return len(prompts) > 0 and isinstance(prompts[0], numbers.Integral)
+    return not isinstance(prompts, Mapping) and len(_sequence(prompts)) > 0 and isinstance(prompts[0], numbers.Integral)
+
+
+def _sequence(prompts: Any) -> Any:
+    """Prompts as they are given, if they are in an order; a dictionary or a lone number is refused."""
+    if isinstance(prompts, Mapping) or not (hasattr(prompts, "__len__") and hasattr(prompts, "__getitem__")):
+        raise InvalidRequest(
+            f"prompts is {_shown(prompts)}; text, token ids or a list of them is needed", param="prompt"
+        )
+    return prompts
+
+
+def _token_ids(prompt: Any) -> list[int]:
+    """The ids of a prompt that is no text. InvalidRequest for anything else: bytes are no ids."""
+    if not isinstance(prompt, bytes | bytearray | Mapping) and hasattr(prompt, "__iter__"):
+        ids = list(prompt)
+        if all(isinstance(token, numbers.Integral) and not isinstance(token, bool) for token in ids):
+            return [int(token) for token in ids]
+    raise InvalidRequest(f"prompt is {_shown(prompt)}; text or token ids are needed", param="prompt")
+
+
+def _shown(value: Any) -> str:
+    """Its kind and the start of it."""
+    text = repr(value)
+    return f"the {type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
 
 
 class Server:

@@ -32,7 +32,7 @@ from jaxinfer.runner.step import StepBuilder
 from jaxinfer.scheduler.scheduler import Scheduler
 from jaxinfer.sharding import rules
 from jaxinfer.text.tokenizer import Tokenizer
-from jaxinfer.types import EngineInfo
+from jaxinfer.types import EngineInfo, InvalidRequest, SamplingParams
 
 MAX_NUM_SEQS = {"cpu": 8, "gpu": 256}
 MAX_STEP_TOKENS = {"cpu": 512, "gpu": 8192}
@@ -87,7 +87,7 @@ def build_engine(config: EngineConfig, *, show_progress: bool = True) -> Engine:
     vocab_size = min(model.vocab_rows, tokenizer.vocab_size) if tokenizer else model.vocab_rows
     shape = _state_shape(config, model, mesh)
     buckets = make_buckets(_platform(mesh), shape.num_slots, _max_step_tokens(config, shape.num_slots, mesh))
-    with contextlib.closing(Progress(show_progress)) as progress:
+    with contextlib.closing(Progress(show_progress)) as progress, _out_of_memory_explained(config):
         params = load_params(checkpoint, model, shape.dtype, shardings, seed=config.seed, progress=progress)
         builder = StepBuilder(model=model, shape=shape, vocab_size=vocab_size, mesh=mesh, buckets=tuple(buckets))
         builder = _size_pool(config, builder, params)
@@ -112,6 +112,21 @@ def build_engine(config: EngineConfig, *, show_progress: bool = True) -> Engine:
         max_num_seqs=limits.max_num_seqs,
     )
     return Engine(runner, Scheduler(limits), info)
+
+
+@contextlib.contextmanager
+def _out_of_memory_explained(config: EngineConfig) -> Iterator[None]:
+    """Turns a device that ran out of memory into a ConfigError that names what would need less."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        asked = "" if config.num_pages is None else f"num_pages is {config.num_pages}; "
+        raise ConfigError(
+            f"the device's memory does not hold the model and its cache ({str(error).splitlines()[0]}); {asked}"
+            "fewer of num_pages, max_num_seqs, max_num_batched_tokens or max_model_len need less"
+        ) from error
 
 
 def set_up_jax(config: EngineConfig) -> None:
@@ -179,22 +194,36 @@ def load_params(
 
 
 def eos_ids(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """Every id that ends a generation: what config, text_config, generation_config and tokenizer name, together."""
+    """Every id that ends a generation: what config, text_config, generation_config and tokenizer name, together.
+
+    CheckpointError for one that is no id.
+    """
 
     def named() -> Iterator[int]:
         text_config = checkpoint.config.get("text_config") or {}
         for source in (checkpoint.config, text_config, checkpoint.generation_config):
             value = source.get("eos_token_id")
-            yield from value if isinstance(value, list) else [] if value is None else [value]
+            for token in value if isinstance(value, list) else [] if value is None else [value]:
+                if isinstance(token, bool) or not isinstance(token, int) or token < 0:
+                    raise CheckpointError(f"{checkpoint.path}: eos_token_id is {value!r}; token ids are needed")
+                yield token
         yield from tokenizer.eos_ids if tokenizer else ()
 
     return tuple(dict.fromkeys(named()))
 
 
 def sampling_defaults(checkpoint: Checkpoint) -> dict[str, float]:
-    """What the model's generation_config says of sampling. With `do_sample` false it asks for greedy decoding."""
+    """What the model's generation_config says of sampling. With `do_sample` false it asks for greedy decoding.
+
+    CheckpointError for a value that a request could not ask for either.
+    """
     given = checkpoint.generation_config
     defaults = {name: given[name] for name in SAMPLING_DEFAULTS if given.get(name) is not None}
+    for name, value in defaults.items():
+        try:
+            SamplingParams(**{name: value})
+        except (InvalidRequest, TypeError) as error:
+            raise CheckpointError(f"{checkpoint.path}: generation_config's {name} is {value!r}: {error}") from None
     return {**defaults, "temperature": 0.0} if given.get("do_sample") is False else defaults
 
 

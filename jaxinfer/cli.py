@@ -108,7 +108,7 @@ def _engine_options(args: argparse.Namespace) -> dict[str, Any]:
     if args.model is not None and args.model_name is not None and args.model != args.model_name:
         raise ConfigError(f"two models are named: {args.model_name!r} and --model {args.model!r}; give one")
     options = {field.name: getattr(args, field.name) for field in dataclasses.fields(EngineConfig)}
-    options["model"] = args.model or args.model_name or DEFAULT_MODEL
+    options["model"] = next((name for name in (args.model, args.model_name) if name is not None), DEFAULT_MODEL)
     return {name: value for name, value in options.items() if value is not None}
 
 
@@ -135,9 +135,7 @@ def _generate(args: argparse.Namespace) -> None:
     sampling = _sampling(args)
     with api.LLM(**_engine_options(args)) as llm:
         prompt: Any = llm.chat_prompt([{"role": "user", "content": args.prompt}]) if args.chat else args.prompt
-        if not args.chat:
-            print(args.prompt, end="", flush=True)
-        stats = _print_stream(llm, prompt, sampling)
+        stats = _print_stream(llm, prompt, sampling, before="" if args.chat else args.prompt)
     if args.stats:
         print(f"\n{stats}")
 
@@ -175,11 +173,12 @@ class _Stats:
         return f"time to first token {self.first_token_s * 1e3:.0f} ms, {self.num_tokens} tokens, {rate}"
 
 
-def _print_stream(llm: api.LLM, prompt: Any, sampling: SamplingParams) -> _Stats:
-    """Prints an answer as it comes. Ctrl-C ends the answer, not the program."""
+def _print_stream(llm: api.LLM, prompt: Any, sampling: SamplingParams, *, before: str = "") -> _Stats:
+    """Prints an answer as it comes, after `before` once the request is accepted. Ctrl-C ends it, not the program."""
     stats = _Stats()
     start_s = time.perf_counter()
     stream = llm.stream(prompt, sampling)
+    print(before, end="", flush=True)
     try:
         for delta in stream:
             if stats.num_tokens == 0:

@@ -9,6 +9,8 @@ PAGE_SIZES = (8, 16, 32, 64, 128, 256)
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 LOAD_FORMATS = ("auto", "dummy")
 DEFAULT_MODEL = "smollm2-135m"
+MAX_COUNT = 2**30
+"""Most of anything that is counted: devices count in 32 bits."""
 
 
 class ConfigError(ValueError):
@@ -61,6 +63,7 @@ class EngineConfig:
         def at_least(name: str, least: int) -> None:
             value = getattr(self, name)
             _check(value is None or value >= least, f"{name} is {value}; it must be at least {least}")
+            _check(value is None or value <= MAX_COUNT, f"{name} is {value}; it must be at most {MAX_COUNT}")
 
         _check(bool(self.model), "model is empty; give a folder, a GGUF file, a Hub id or an alias")
         _check(

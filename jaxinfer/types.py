@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import math
-from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import NamedTuple, Protocol
+import numbers
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 MAX_LOGPROBS = 20
 """Most alternatives per token that a request may ask for (the limit of the OpenAI API and of vLLM's default)."""
@@ -17,6 +17,12 @@ MAX_STOP_IDS = 32
 """Most token ids that may end one request: the model's EOS ids and `stop_token_ids`. Device state, hence bounded."""
 MAX_LOGIT_BIAS = 1024
 """Most entries of one request's `logit_bias` (the OpenAI API allows 300)."""
+MAX_STOP_STRINGS = 128
+"""Most stop strings of one request (the OpenAI API allows 4): each is followed through the text, for every choice."""
+MAX_TEMPERATURE = 1e30
+"""Highest temperature: far beyond it float32 has none, and logits of minus infinity would not stay so."""
+REPETITION_PENALTIES = (1e-6, 1e6)
+"""Lowest and highest: with these a penalised logit, divided by the lowest temperature, is finite in float32."""
 
 
 class InvalidRequest(ValueError):
@@ -71,7 +77,7 @@ class SamplingParams:
     min_p: float | None = None
     """Drop tokens with less than min_p times the likeliest token's probability; 0 <= p <= 1."""
     repetition_penalty: float | None = None
-    """Over tokens of prompt and output: positive logits are divided by it, negative ones multiplied; > 0."""
+    """Over tokens of prompt and output: positive logits are divided by it, negative ones multiplied; 1e-6..1e6."""
     frequency_penalty: float = 0.0
     """Subtracted from a token's logit once per occurrence in the output; -2..2."""
     presence_penalty: float = 0.0
@@ -94,56 +100,85 @@ class SamplingParams:
     """Leave special tokens out of the text."""
 
     def __post_init__(self) -> None:
-        def finite(value: float) -> bool:
-            return math.isfinite(value)
+        object.__setattr__(self, "stop", _strings(self.stop))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        object.__setattr__(self, "logit_bias", self.logit_bias or {})
+        self._check_kinds()
+        self._check_ranges()
+        self._check_collections()
 
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        t, k, p, m, r = self.temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty
-        _check(self.n >= 1, "n", f"n is {self.n}; it must be at least 1")
-        _check(
-            self.max_tokens is None or self.max_tokens >= 0,
-            "max_tokens",
-            f"max_tokens is {self.max_tokens}; it must be at least 0",
-        )
-        _check(self.min_tokens >= 0, "min_tokens", f"min_tokens is {self.min_tokens}; it must be at least 0")
+    def _check_kinds(self) -> None:
+        for name in ("n", "max_tokens", "min_tokens", "top_k", "seed", "logprobs"):
+            value = getattr(self, name)
+            optional = name not in ("n", "min_tokens")
+            _check(
+                (optional and value is None) or _is_whole(value), name, f"{name} is {value!r}; it must be an integer"
+            )
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"):
+            value = getattr(self, name)
+            optional = name not in ("frequency_penalty", "presence_penalty")
+            _check((optional and value is None) or _is_number(value), name, f"{name} is {value!r}; it must be a number")
+
+    def _check_ranges(self) -> None:
+        low, high = REPETITION_PENALTIES
+
+        def within(name: str, ok: Callable[[Any], bool], what: str) -> None:
+            value = getattr(self, name)
+            _check(value is None or ok(value), name, f"{name} is {value}; it must be {what}")
+
+        within("n", lambda n: n >= 1, "at least 1")
+        within("max_tokens", lambda n: n >= 0, "at least 0")
+        within("min_tokens", lambda n: n >= 0, "at least 0")
+        within("temperature", lambda t: 0 <= t <= MAX_TEMPERATURE, f"0 or more, and at most {MAX_TEMPERATURE:g}")
+        within("top_k", lambda k: k >= -1, "at least 1, or 0 or -1 for no limit")
+        within("top_p", lambda p: 0 < p <= 1, "above 0 and at most 1 (temperature 0 is greedy)")
+        within("min_p", lambda p: 0 <= p <= 1, "from 0 to 1")
+        within("repetition_penalty", lambda r: low <= r <= high, f"above 0, from {low:g} to {high:g}")
+        within("frequency_penalty", lambda f: -2 <= f <= 2, "from -2 to 2")
+        within("presence_penalty", lambda f: -2 <= f <= 2, "from -2 to 2")
+        within("seed", lambda seed: -(2**63) <= seed < 2**64, "of 64 bits")
+        within("logprobs", lambda k: 0 <= k <= MAX_LOGPROBS, f"from 0 to {MAX_LOGPROBS}")
         _check(
             self.max_tokens is None or self.min_tokens <= self.max_tokens,
             "min_tokens",
             f"min_tokens is {self.min_tokens}, more than max_tokens {self.max_tokens}",
         )
-        _check(t is None or (finite(t) and t >= 0), "temperature", f"temperature is {t}; it must be 0 or more")
-        _check(k is None or k >= -1, "top_k", f"top_k is {k}; it must be at least 1, or 0 or -1 for no limit")
+
+    def _check_collections(self) -> None:
         _check(
-            p is None or 0 < p <= 1,
-            "top_p",
-            f"top_p is {p}; it must be above 0 and at most 1 (temperature 0 is greedy)",
-        )
-        _check(m is None or 0 <= m <= 1, "min_p", f"min_p is {m}; it must be from 0 to 1")
-        _check(
-            r is None or (finite(r) and r > 0), "repetition_penalty", f"repetition_penalty is {r}; it must be above 0"
-        )
-        for name in ("frequency_penalty", "presence_penalty"):
-            value = getattr(self, name)
-            _check(-2 <= value <= 2, name, f"{name} is {value}; it must be from -2 to 2")
-        _check(
-            self.seed is None or -(2**63) <= self.seed < 2**64, "seed", f"seed is {self.seed}; it must fit in 64 bits"
-        )
-        _check(
-            len(self.logit_bias) <= MAX_LOGIT_BIAS,
+            isinstance(self.logit_bias, Mapping) and len(self.logit_bias) <= MAX_LOGIT_BIAS,
             "logit_bias",
-            f"logit_bias has {len(self.logit_bias)} entries; at most {MAX_LOGIT_BIAS} are supported",
+            f"logit_bias must be a mapping with at most {MAX_LOGIT_BIAS} entries",
         )
         for token, bias in self.logit_bias.items():
+            _check(_is_whole(token), "logit_bias", f"logit_bias has the key {token!r}; keys are token ids")
             _check(
-                -100 <= bias <= 100, "logit_bias", f"logit_bias of token {token} is {bias}; it must be from -100 to 100"
+                _is_number(bias) and -100 <= bias <= 100,
+                "logit_bias",
+                f"logit_bias of token {token} is {bias!r}; it must be from -100 to 100",
             )
-        _check(all(self.stop), "stop", "stop contains an empty string; give at least one character")
+        for token in self.stop_token_ids:
+            _check(_is_whole(token), "stop_token_ids", f"stop_token_ids has {token!r}; it must hold token ids")
+        for string in self.stop:
+            _check(isinstance(string, str), "stop", f"stop has {string!r}; it must hold strings")
         _check(
-            self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS,
-            "logprobs",
-            f"logprobs is {self.logprobs}; it must be from 0 to {MAX_LOGPROBS}",
+            len(self.stop) <= MAX_STOP_STRINGS,
+            "stop",
+            f"stop has {len(self.stop)} strings; at most {MAX_STOP_STRINGS} are supported",
         )
+        _check(all(self.stop), "stop", "stop contains an empty string; give at least one character")
+
+
+def _strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
+    return (stop,) if isinstance(stop, str) else tuple(stop or ())
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

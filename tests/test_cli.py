@@ -61,6 +61,28 @@ def test_generate_with_chat_prints_the_answer_alone(run, model):
     assert run("generate", str(model), "--prompt", "user: abc\n>", *GREEDY) == "user: abc\n>" + answer
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--max-tokens", "0"], "max_tokens is 0; a generation has at least 1 token"),
+        (
+            ["--num-pages", "999999999"],
+            "the device's memory does not hold the model .*; num_pages is 999999999; fewer",
+        ),
+    ],
+)
+def test_what_only_the_engine_can_refuse_is_refused_in_one_line_too(model, flags, message):
+    done = run_cli("generate", str(model), "--prompt", "abc", *TINY_FLAGS, "--compile-cache-dir", "", *flags)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert re.fullmatch(f"jaxinfer generate: {message}.*", done.stderr.splitlines()[-1])
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_narrow_numbers_run_on_a_cpu(run, model, dtype):
+    assert run("generate", str(model), "--prompt", "abc", *GREEDY, "--dtype", dtype).startswith("abc")
+
+
 def test_chat_answers_every_line_of_a_pipe_and_remembers_the_turns_before(run, model):
     out = run("chat", str(model), "--system", "be", *GREEDY, stdin="abc\nand d\n")
     first, second, end = out.split("> ")[1:]
@@ -130,6 +152,9 @@ def refusal(args, capsys):
             "model 'no-such-model' is no file, no folder and no Hub id; give a folder with config.json",
         ),
         ([str(GOLDEN), "--model", "other"], "two models are named: '.*llama' and --model 'other'; give one"),
+        (["--model", ""], "model is empty; give a folder, a GGUF file, a Hub id or an alias"),
+        ([""], "model is empty; give a folder, a GGUF file, a Hub id or an alias"),
+        (["--num-pages", "9999999999"], "num_pages is 9999999999; it must be at most 1073741824"),
         (["--max-model-len", "1"], "max_model_len is 1; it must be at least 2"),
     ],
 )

@@ -10,6 +10,8 @@ import multiprocessing.connection
 import os
 import queue
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -20,12 +22,23 @@ from typing import NoReturn
 import msgspec
 
 from jaxinfer.engine.engine import Engine
-from jaxinfer.types import EngineDead, EngineInfo, EngineStats, FinishReason, QueueFull, Request, TokenEvent
+from jaxinfer.types import (
+    EngineDead,
+    EngineInfo,
+    EngineStats,
+    FinishReason,
+    InvalidRequest,
+    QueueFull,
+    Request,
+    TokenEvent,
+)
 
 CLOSE_TIMEOUT_S = 10.0
 """The engine's process may take this long to end before it is killed."""
 STATS_TIMEOUT_S = 10.0
 """A step may take this long before a question about the engine goes unanswered."""
+RESEND_S = 0.02
+"""How soon what an engine that stands still did not take is offered again."""
 
 
 class Submit(msgspec.Struct, tag=True):
@@ -37,10 +50,6 @@ class Abort(msgspec.Struct, tag=True):
 
 
 class GetStats(msgspec.Struct, tag=True):
-    pass
-
-
-class Stop(msgspec.Struct, tag=True):
     pass
 
 
@@ -60,7 +69,7 @@ class Failed(msgspec.Struct, tag=True):
     reason: str
 
 
-ToEngine = Submit | Abort | GetStats | Stop
+ToEngine = Submit | Abort | GetStats
 FromEngine = Ready | Events | Stats | Failed
 Connection = multiprocessing.connection.Connection
 encode = msgspec.msgpack.encode
@@ -122,7 +131,7 @@ def _step_loop(connection: Connection, inbox: queue.SimpleQueue[ToEngine | None]
     while True:
         while not (engine.has_work and inbox.empty()):
             message = inbox.get()
-            if message is None or isinstance(message, Stop):
+            if message is None:
                 return
             if reply := _handle(engine, message):
                 connection.send_bytes(encode(reply))
@@ -149,6 +158,35 @@ def _handle(engine: Engine, message: ToEngine) -> FromEngine | None:
     return None
 
 
+class _Outbox:
+    """The front end's way into the channel. Never waits: an engine that stands still must not stop the event loop."""
+
+    def __init__(self, connection: Connection):
+        self._socket = socket.socket(fileno=os.dup(connection.fileno()))
+        self._unsent = bytearray()
+
+    def put(self, message: ToEngine) -> bool:
+        """Sends what the channel takes at once, and keeps the rest; as `flush`."""
+        data = encode(message)
+        self._unsent += struct.pack("!i", len(data)) + data  # as Connection.recv_bytes reads it
+        return self.flush()
+
+    def flush(self) -> bool:
+        """Sends what was kept; whether all is sent. OSError if the engine's process is gone."""
+        try:
+            while self._unsent:
+                del self._unsent[: self._socket.send(self._unsent, socket.MSG_DONTWAIT)]
+        except BlockingIOError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Ends the channel in this direction, upon which the engine ends. What was kept is dropped."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
+        self._socket.close()
+
+
 class EngineProcess:
     """The front end's side: an EngineHandle. Made in any thread, then used from one event loop."""
 
@@ -161,6 +199,8 @@ class EngineProcess:
         with theirs:
             fd = theirs.fileno()
             self._process = subprocess.Popen([*command, str(fd)], pass_fds=[fd], stdin=subprocess.DEVNULL)
+        self._outbox = _Outbox(self._connection)
+        self._resend: asyncio.TimerHandle | None = None
         self._failure: str | None = None
         self._closing = False
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -170,6 +210,7 @@ class EngineProcess:
             first = self._receive()
         except BaseException:  # an interrupt while it loads must not leave it behind
             self._process.kill()
+            self._outbox.close()
             raise
         if not isinstance(first, Ready):
             self.close()
@@ -193,6 +234,10 @@ class EngineProcess:
 
     async def generate(self, request: Request) -> AsyncIterator[TokenEvent]:
         """Runs a request; see EngineHandle."""
+        if request.request_id in self._streams:
+            raise InvalidRequest(
+                f"a request with id {request.request_id!r} is unfinished; ids must differ", param="request_id"
+            )
         self._loop = asyncio.get_running_loop()
         stream = self._streams[request.request_id] = asyncio.Queue()
         finished = False
@@ -222,8 +267,7 @@ class EngineProcess:
     def close(self) -> None:
         """Ends the engine's process. Requests still running raise EngineDead."""
         self._closing = True
-        with contextlib.suppress(OSError):
-            self._connection.send_bytes(encode(Stop()))
+        self._outbox.close()
         try:
             self._process.wait(CLOSE_TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -234,9 +278,17 @@ class EngineProcess:
         if self._failure is not None:
             raise EngineDead(self._failure)
         try:
-            self._connection.send_bytes(encode(message))
+            sent = self._outbox.put(message)
         except OSError as error:
             raise EngineDead(self._failure or f"the engine's process is gone: {error}") from error
+        if not sent and self._resend is None and self._loop is not None:
+            self._resend = self._loop.call_later(RESEND_S, self._send_rest)
+
+    def _send_rest(self) -> None:
+        self._resend = None
+        with contextlib.suppress(OSError):  # the reader learns of it too, and ends the streams
+            if not self._outbox.flush() and self._loop is not None:
+                self._resend = self._loop.call_later(RESEND_S, self._send_rest)
 
     def _receive(self) -> FromEngine | None:
         """The next message; None, with `failure` set, when there will be no more."""

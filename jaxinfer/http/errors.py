@@ -15,6 +15,10 @@ RETRY_AFTER_S = 1
 """What an overloaded server tells clients to wait."""
 
 
+MAX_MESSAGE_CHARS = 2000
+"""Longer messages are cut: they show what the client sent, which can be megabytes."""
+
+
 class HttpError(Exception):
     """A refusal that has an HTTP status of its own, such as an unknown route or model."""
 
@@ -70,5 +74,9 @@ def problem(error: BaseException) -> Problem:
 def _problem(
     status: int, message: str, kind: str, param: str | None, code: str, headers: dict[str, str] | None = None
 ) -> Problem:
-    error = {"message": message, "type": kind, "param": param, "code": code}
+    error = {"message": _cut(message), "type": kind, "param": param and _cut(param), "code": code}
     return Problem(status, headers or {}, msgspec.json.encode({"error": error}))
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= MAX_MESSAGE_CHARS else text[:MAX_MESSAGE_CHARS] + "..."

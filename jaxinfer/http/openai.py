@@ -17,6 +17,8 @@ DEFAULT_COMPLETION_TOKENS = 16
 """max_tokens of /v1/completions where the client gives none, as OpenAI has it. Chat takes what the context leaves."""
 MAX_N = 128
 """Most choices per prompt (the limit of the OpenAI API)."""
+MAX_ID_DIGITS = 20
+"""Longest token id written as text; Python reads none of several thousand digits."""
 MAX_CHOICES = 1024
 """Most choices of one request, over all of its prompts: each one is a request to the engine."""
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
@@ -230,42 +232,51 @@ _decoders: Mapping[type, msgspec.json.Decoder] = {
     kind: msgspec.json.Decoder(kind) for kind in (CompletionRequest, ChatRequest)
 }
 _part_decoder = msgspec.json.Decoder(TextPart)
+_any_decoder = msgspec.json.Decoder()
 _PLACE = re.compile(r" - at `\$\.?(?P<path>[^`]*)`$")
 _NAMED_FIELD = re.compile(r"Object (?:contains unknown|missing required) field `(?P<name>[^`]*)`")
 
 
 def decode[Kind: _Generation](kind: type[Kind], body: bytes) -> Kind:
     """The request that `body` holds, checked. Raises InvalidRequest that names the field at fault."""
-    try:
-        request = _decoders[kind].decode(body)
-    except msgspec.ValidationError as error:
-        raise _schema_error(str(error)) from None
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise InvalidRequest(f"the body is not valid JSON: {error}", code="invalid_json") from None
+    request = _parse(_decoders[kind], body)
     request.check()
     return request
+
+
+def _parse[Kind](decoder: msgspec.json.Decoder[Kind], data: bytes | msgspec.Raw, path: str = "") -> Kind:
+    """The value that `data`, which stands at `path` of the body, holds. Raises InvalidRequest for whatever is wrong."""
+    try:
+        return decoder.decode(data)
+    except msgspec.ValidationError as error:
+        raise _schema_error(str(error), path) from None
+    except (msgspec.DecodeError, RecursionError) as error:
+        place = path or "the body"
+        raise InvalidRequest(f"{place} is not valid JSON: {error}", param=path or None, code="invalid_json") from None
 
 
 def _schema_error(message: str, path: str = "") -> InvalidRequest:
     """msgspec's complaint as ours: the field at fault becomes `param`, its place in the body starts the message."""
     if place := _PLACE.search(message):
-        message, path = message[: place.start()], ".".join(filter(None, (path, place["path"])))
+        message, path = message[: place.start()], _join(path, place["path"])
     if named := _NAMED_FIELD.match(message):
-        param = ".".join(filter(None, (path, named["name"])))
+        param = _join(path, named["name"])
         known = "is missing" if "missing" in message else "is not a supported field"
         return InvalidRequest(f"{param} {known}", param=param, code="invalid_field")
     message = message.replace("`", "").replace("Expected", "expected", 1)
     return InvalidRequest(f"{path or 'the body'}: {message}", param=path or None, code="invalid_type")
 
 
+def _join(path: str, rest: str) -> str:
+    """`rest` starts with a field's name, or with the bracket of an element."""
+    return path + rest if not path or not rest or rest.startswith("[") else f"{path}.{rest}"
+
+
 def _text_of_part(raw: msgspec.Raw, path: str) -> str:
-    kind = msgspec.json.decode(raw)
+    kind = _parse(_any_decoder, raw, path)  # a Raw is not checked before
     if isinstance(kind, dict) and isinstance(kind.get("type"), str) and kind["type"] != "text":
         _refuse(f"{path}.type", f"{path}.type is {kind['type']!r}; only text parts are supported")
-    try:
-        part = _part_decoder.decode(raw)
-    except msgspec.ValidationError as error:
-        raise _schema_error(str(error), path) from None
+    part = _parse(_part_decoder, raw, path)
     if part.text is None:
         _refuse(f"{path}.text", f"{path}.text is missing")
     return part.text
@@ -273,7 +284,7 @@ def _text_of_part(raw: msgspec.Raw, path: str) -> str:
 
 def _token_biases(biases: Mapping[str, float] | None) -> dict[int, float]:
     for token in biases or {}:
-        if not (token.isascii() and token.isdecimal()):
+        if not (token.isascii() and token.isdecimal() and len(token) <= MAX_ID_DIGITS):
             _refuse("logit_bias", f"logit_bias has the key {token!r}; keys are token ids")
     return {int(token): bias for token, bias in (biases or {}).items()}
 

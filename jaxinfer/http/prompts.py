@@ -14,7 +14,7 @@ from jaxinfer.http.replies import ReplyHead
 from jaxinfer.http.streams import Choice, Generation
 from jaxinfer.text.chat_template import ChatTemplate
 from jaxinfer.text.output import OutputStream
-from jaxinfer.text.requests import lower
+from jaxinfer.text.requests import lower, refuse_endless
 from jaxinfer.text.tokenizer import Tokenizer
 from jaxinfer.types import EngineHandle, InvalidRequest, SamplingParams
 
@@ -55,10 +55,13 @@ class PromptMaker:
         model = self.model_name(request.model)
         sampling = request.to_sampling()
         chat = isinstance(request, openai.ChatRequest)
-        prompts = [self._chat_ids(request)] if chat else [self._ids(prompt) for prompt in request.prompts()]
-        echoes = [""] if chat else self._echoes(request, prompts, sampling)
+        prompts = [self._chat_text(request)] if chat else request.prompts()
         choices: list[Choice] = []
-        for number, (ids, echo) in enumerate(zip(prompts, echoes, strict=True)):
+        prompt_tokens = 0
+        for number, prompt in enumerate(prompts):  # one at a time: the first that is refused spares the others
+            ids = self._ids(prompt, add_special_tokens=not chat)  # a chat template writes its own
+            echo = "" if chat or not request.echo else self._echo(prompt, sampling)
+            prompt_tokens += len(ids)
             for sequence in lower(ids, _at_least_one(sampling), self._info, self._tokenizer, f"{reply_id}-{number}"):
                 output = OutputStream(self._tokenizer, ids, sampling)
                 timer = SequenceTimer(metrics, arrival_s)
@@ -67,44 +70,36 @@ class PromptMaker:
         return Generation(
             head=ReplyHead(reply_id, int(time.time()), model, chat),
             choices=choices,
-            prompt_tokens=sum(map(len, prompts)),
+            prompt_tokens=prompt_tokens,
             logprobs=sampling.logprobs is not None,
             stream=bool(request.stream),
             include_usage=request.include_usage,
             continuous_usage=request.continuous_usage,
         )
 
-    def _ids(self, prompt: openai.Prompt) -> list[int]:
+    def _ids(self, prompt: openai.Prompt, *, add_special_tokens: bool) -> list[int]:
         if not isinstance(prompt, str):
             return prompt
         if self._tokenizer is None:
             raise InvalidRequest("the model has no tokenizer; give the prompt as token ids", param="prompt")
-        return self._tokenizer.encode(prompt, add_special_tokens=True)
+        refuse_endless(prompt, self._info, self._tokenizer)
+        return self._tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
 
-    def _chat_ids(self, request: openai.ChatRequest) -> list[int]:
+    def _chat_text(self, request: openai.ChatRequest) -> str:
         if self._tokenizer is None or self._chat_template is None:
             raise InvalidRequest("the model has no chat template; use /v1/completions", param="messages")
-        text = self._chat_template.render(
+        return self._chat_template.render(
             request.template_messages(),
             add_generation_prompt=request.add_generation_prompt is not False,
             **(self._template_kwargs | (request.chat_template_kwargs or {})),
         )
-        return self._tokenizer.encode(text, add_special_tokens=False)  # the template writes its own
 
-    def _echoes(
-        self, request: openai.CompletionRequest, prompt_ids: list[list[int]], sampling: SamplingParams
-    ) -> list[str]:
-        if not request.echo:
-            return [""] * len(prompt_ids)
-        tokenizer = self._tokenizer
-        if tokenizer is None:
+    def _echo(self, prompt: openai.Prompt, sampling: SamplingParams) -> str:
+        if self._tokenizer is None:
             raise InvalidRequest("the model has no tokenizer, so there is no text to echo", param="echo")
-        return [
-            prompt
-            if isinstance(prompt, str)
-            else tokenizer.decode(prompt, skip_special_tokens=sampling.skip_special_tokens)
-            for prompt in request.prompts()
-        ]
+        if isinstance(prompt, str):
+            return prompt
+        return self._tokenizer.decode(prompt, skip_special_tokens=sampling.skip_special_tokens)
 
 
 def _at_least_one(sampling: SamplingParams) -> SamplingParams:

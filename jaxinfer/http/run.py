@@ -19,6 +19,7 @@ import uvloop
 from starlette.applications import Starlette
 
 from jaxinfer.config import ConfigError
+from jaxinfer.http.protocol import Protocol
 from jaxinfer.http.server import Frontend
 
 logger = logging.getLogger(__name__)
@@ -111,7 +112,7 @@ async def serve(
         uvicorn.Config(
             app,
             loop="none",
-            http="httptools",
+            http=Protocol,
             ws="none",
             lifespan="off",
             proxy_headers=False,

@@ -104,8 +104,8 @@ class Frontend:
         del request
         try:
             self.metrics.engine = await self.engine.stats()
-        except EngineDead:
-            logger.warning("the engine is dead; its metrics are those of the last scrape")
+        except (EngineDead, TimeoutError) as error:
+            logger.warning("the engine's metrics are those of the last scrape: it gave no answer (%r)", error)
         return Response(self.metrics.render(), headers={"Content-Type": CONTENT_TYPE})
 
 

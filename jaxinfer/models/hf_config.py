@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from jaxinfer.models import rope
 from jaxinfer.models.model import ModelError
+
+ROPE_NUMBERS = (
+    "rope_theta",
+    "factor",
+    "original_max_position_embeddings",
+    "low_freq_factor",
+    "high_freq_factor",
+    "beta_fast",
+    "beta_slow",
+    "attention_factor",
+)
+"""RoPE's parameters that have to be above 0."""
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 class HfConfig:
@@ -29,6 +46,22 @@ class HfConfig:
             return 1
         return value
 
+    def number(self, key: str, default: float) -> float:
+        """A number of an optional key; a problem if it is anything else."""
+        value = self.get(key, default)
+        if not _is_finite(value):
+            self.problem(f"{key} is {value!r}; a number is needed")
+            return default
+        return value
+
+    def flag(self, key: str) -> bool:
+        """Whether an optional key is true; a problem if it is neither true nor false."""
+        value = self.get(key, False)
+        if not isinstance(value, bool):
+            self.problem(f"{key} is {value!r}; true or false is needed")
+            return False
+        return value
+
     def problem(self, text: str) -> None:
         self._problems.append(text)
 
@@ -39,14 +72,23 @@ class HfConfig:
 
     def rope(self, width: int, max_positions: int, default_theta: float = 10000.0) -> rope.Rope:
         """From `rope_parameters` (new spelling) or `rope_theta` and `rope_scaling` (old spelling)."""
-        scaling = self.get("rope_parameters") or self.get("rope_scaling") or {}
+        key = "rope_parameters" if self.get("rope_parameters") else "rope_scaling"
+        given = self.get(key) or {}
+        if not isinstance(given, Mapping) or any(isinstance(value, Mapping) for value in given.values()):
+            self.problem(f"{key} is {given!r}; one set of RoPE parameters for all layers is needed")
+            return rope.Rope(())
+        scaling = {name: value for name, value in given.items() if value is not None}
         theta = scaling.get("rope_theta") or self.get("rope_theta", default_theta)
+        for name, value in {**scaling, "rope_theta": theta}.items():
+            if name in ROPE_NUMBERS and (not _is_finite(value) or value <= 0):
+                self.problem(f"RoPE's {name} is {value!r}; a number above 0 is needed")
+                return rope.Rope(())
         if scaling.get("partial_rotary_factor", self.get("partial_rotary_factor", 1.0)) != 1.0:
             self.problem("partial_rotary_factor other than 1 is not implemented for this architecture")
         try:
             return rope.from_config(width, theta, scaling, max_positions)
         except KeyError as missing:
-            self.problem(f"RoPE scaling {dict(scaling)} lacks {missing}")
+            self.problem(f"RoPE scaling {scaling} lacks {missing}")
         except ValueError as error:
             self.problem(str(error))
         return rope.Rope(())

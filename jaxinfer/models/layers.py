@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -50,7 +52,11 @@ def embed(tokens: jax.Array, table: jax.Array, tensor_axis: str | None) -> jax.A
 
 def unembed(x: jax.Array, table: jax.Array, tensor_axis: str | None) -> jax.Array:
     """Logits [R, V] in float32 of x [R, D] against a table [V, D] whose vocabulary may be sharded."""
+    einsum = functools.partial(jnp.einsum, "rd,vd->rv", preferred_element_type=jnp.float32)
     # Named, the algorithm keeps XLA from converting the table to float32 for a single row: 1.5 GB for Qwen3-4B.
-    precision = FLOAT32_SUMS.get(x.dtype.name)
-    logits = jnp.einsum("rd,vd->rv", x, table, precision=precision, preferred_element_type=jnp.float32)
+    named = functools.partial(einsum, precision=FLOAT32_SUMS.get(x.dtype.name))
+    # XLA's CPU backend knows the algorithm of bfloat16, and refuses that of float16.
+    logits = (
+        jax.lax.platform_dependent(x, table, cpu=einsum, default=named) if x.dtype == jnp.float16 else named(x, table)
+    )
     return logits if tensor_axis is None else jax.lax.all_gather(logits, tensor_axis, axis=1, tiled=True)

@@ -26,14 +26,14 @@ def sizes(config: HfConfig, *, head_width: int | None = None, **traits: Any) -> 
         mlp_width=config.size("intermediate_size"),
         vocab_rows=config.size("vocab_size"),
         max_model_len=positions,
-        norm_eps=config.get("rms_norm_eps", 1e-6),
+        norm_eps=config.number("rms_norm_eps", 1e-6),
         rope=config.rope(width, positions),
-        tied_head=config.get("tie_word_embeddings", False),
+        tied_head=config.flag("tie_word_embeddings"),
         **traits,
     )
 
 
 def decoder(config: HfConfig) -> DecoderConfig:
     """`attention_bias` is on all four projections, `mlp_bias` on all three."""
-    bias = config.get("attention_bias", False)
-    return sizes(config, qkv_bias=bias, out_bias=bias, mlp_bias=config.get("mlp_bias", False))
+    bias = config.flag("attention_bias")
+    return sizes(config, qkv_bias=bias, out_bias=bias, mlp_bias=config.flag("mlp_bias"))

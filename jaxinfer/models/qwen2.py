@@ -6,15 +6,20 @@ from jaxinfer.models import llama
 from jaxinfer.models.decoder import DecoderConfig
 from jaxinfer.models.hf_config import HfConfig
 
+LAYER_TYPES = ("full_attention", "sliding_attention")
+
 
 def windows(config: HfConfig) -> tuple[int | None, ...] | None:
     """Sliding windows by layer: only with `use_sliding_window`, and only from layer `max_window_layers` on."""
-    if not config.get("use_sliding_window", False):
+    if not config.flag("use_sliding_window"):
         return None
     num_layers, window = config.size("num_hidden_layers"), config.size("sliding_window")
     if kinds := config.get("layer_types"):
+        if not isinstance(kinds, list) or len(kinds) != num_layers or not set(kinds) <= set(LAYER_TYPES):
+            config.problem(f"layer_types is {kinds!r}; {num_layers} of {' or '.join(LAYER_TYPES)} are needed")
+            return None
         return tuple(window if kind == "sliding_attention" else None for kind in kinds)
-    first = config.get("max_window_layers", 0)
+    first = config.number("max_window_layers", 0)
     return tuple(window if layer >= first else None for layer in range(num_layers))
 
 

@@ -19,13 +19,16 @@ FAMILIES = {
 def from_config(config: Mapping[str, Any]) -> Model:
     """The model of a config.json. ModelError for an architecture or a value that is not implemented."""
     names = config.get("architectures") or []
+    if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
+        raise ModelError(f"architectures is {names!r}; a list of names is needed")
     architecture = next((name for name in names if name in FAMILIES), None)
     if architecture is None:
         found = ", ".join(names) or f"none named (model_type {config.get('model_type')!r})"
         raise ModelError(f"architecture not supported: {found}; known: {', '.join(sorted(FAMILIES))}")
     hf = HfConfig(config)
     if quantization := hf.get("quantization_config"):
-        hf.problem(f"quantization_config {quantization.get('quant_method', quantization)!r} is not implemented")
+        method = quantization.get("quant_method", quantization) if isinstance(quantization, Mapping) else quantization
+        hf.problem(f"quantization_config {method!r} is not implemented")
     sizes = FAMILIES[architecture](hf)
     hf.finish(architecture)
     return decoder.build(architecture, sizes)

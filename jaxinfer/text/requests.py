@@ -18,6 +18,9 @@ BUILT_IN_DEFAULTS: Mapping[str, float] = {
 }
 """Where neither the request nor the model's generation_config says anything."""
 
+PROBE_CHARS_PER_TOKEN = 16
+"""A text of fewer characters per token of context is tokenised at once; English has 4 to 5 in a token."""
+
 _MASK64 = 2**64 - 1
 
 
@@ -67,6 +70,20 @@ def lower(
     ]
 
 
+def refuse_endless(text: str, info: EngineInfo, tokenizer: Tokenizer) -> None:
+    """InvalidRequest for a prompt text of more than twice the context, before all of it is tokenised.
+
+    16 MiB of text take half a minute. A beginning of it is tokenised instead, and four times as much if that is not
+    enough to tell: so a text whose tokens are very long is still read whole.
+    """
+    num_chars = PROBE_CHARS_PER_TOKEN * info.max_model_len
+    while num_chars < len(text):
+        num_tokens = len(tokenizer.encode(text[:num_chars], add_special_tokens=False))
+        if num_tokens > 2 * info.max_model_len:
+            raise _too_long(f"more than {num_tokens}", info)
+        num_chars *= 4
+
+
 def special_stops(stops: Sequence[str], tokenizer: Tokenizer | None) -> dict[int, str]:
     """Stop strings that are the text of one added token, by its id: such a token may show no text to match.
 
@@ -95,13 +112,17 @@ def _check_prompt(prompt: Sequence[int], info: EngineInfo) -> None:
         raise InvalidRequest("prompt is empty; it must have at least one token", param="prompt")
     _check_ids(prompt, "prompt", info)
     if len(prompt) >= info.max_model_len:
-        # At the limit itself the two numbers are equal, and only the rest says why.
-        raise InvalidRequest(
-            f"prompt has {len(prompt)} tokens; the limit is {info.max_model_len} tokens, prompt and output together, "
-            "and at least one is for the output",
-            param="prompt",
-            code="context_length_exceeded",
-        )
+        raise _too_long(f"{len(prompt)}", info)
+
+
+def _too_long(num_tokens: str, info: EngineInfo) -> InvalidRequest:
+    # At the limit itself the two numbers are equal, and only the rest says why.
+    return InvalidRequest(
+        f"prompt has {num_tokens} tokens; the limit is {info.max_model_len} tokens, prompt and output together, "
+        "and at least one is for the output",
+        param="prompt",
+        code="context_length_exceeded",
+    )
 
 
 def _check_ids(ids: Sequence[int] | Mapping[int, float], param: str, info: EngineInfo) -> None:

@@ -13,7 +13,9 @@ class _Pattern:
     def __init__(self, text: str):
         self.text = text
         self.length = 0
-        self._fallback = _borders(text)
+        # For each prefix, the length of its longest proper prefix that is also its suffix. Only as far as the text ever
+        # got: of a stop string of megabytes, followed for a hundred choices, that is nothing.
+        self._fallback = [0, 0]
 
     def feed(self, char: str) -> bool:
         """Takes one character; whether the whole string ends with it. Constant time, amortised."""
@@ -22,25 +24,26 @@ class _Pattern:
             length = self._fallback[length]
         while length and text[length] != char:
             length = self._fallback[length]
-        self.length = length + (text[length] == char)
-        return self.length == len(text)
+        if text[length] == char:
+            length += 1
+            if length == len(self._fallback):
+                self._extend()
+        self.length = length
+        return length == len(text)
+
+    def _extend(self) -> None:
+        """Adds the fallback of one prefix more. Constant time, amortised."""
+        text, fallback = self.text, self._fallback
+        char = text[len(fallback) - 1]
+        border = fallback[-1]
+        while border and text[border] != char:
+            border = fallback[border]
+        fallback.append(border + (text[border] == char))
 
     @property
     def unfinished(self) -> int:
         """Characters at the end of the text that a later match may still need."""
         return self._fallback[self.length] if self.length == len(self.text) else self.length
-
-
-def _borders(text: str) -> list[int]:
-    """For each prefix of `text`, the length of its longest proper prefix that is also its suffix."""
-    borders = [0] * (len(text) + 1)
-    length = 0
-    for i in range(1, len(text)):
-        while length and text[length] != text[i]:
-            length = borders[length]
-        length += text[length] == text[i]
-        borders[i + 1] = length
-    return borders
 
 
 class StopMatcher:
@@ -54,7 +57,10 @@ class StopMatcher:
     def __init__(self, stops: Sequence[str], *, include: bool = False):
         if not all(stops):
             raise ValueError("a stop string is empty")
-        self._patterns = [_Pattern(stop) for stop in dict.fromkeys(stops)]
+        self._by_first: dict[str, list[_Pattern]] = {}
+        for stop in dict.fromkeys(stops):
+            self._by_first.setdefault(stop[0], []).append(_Pattern(stop))
+        self._going: list[_Pattern] = []  # of which part ends where the text ends
         self._include = include
         self._held = ""  # the end of the text, not yet released
         self._released = 0  # characters before it
@@ -77,19 +83,21 @@ class StopMatcher:
         """Takes text and returns what is released. While not `armed`, a string that is complete ends nothing."""
         if self.matched is not None:
             return ""
-        if not self._patterns:
+        if not self._by_first:
             return text
         self._held += text
         for char in text:
             self._end += 1
-            for pattern in self._patterns:
+            starting = [pattern for pattern in self._by_first.get(char, ()) if not pattern.length]
+            for pattern in (followed := [*self._going, *starting]):
                 if pattern.feed(char) and armed:
                     start = self._end - len(pattern.text)
                     if self._found is None or (start, self._end) < self._found[:2]:
                         self._found = (start, self._end, pattern.text)
-            if self._found and not any(self._end - p.unfinished < self._found[0] for p in self._patterns):
+            self._going = [pattern for pattern in followed if pattern.length]
+            if self._found and not any(self._end - p.unfinished < self._found[0] for p in self._going):
                 return self._finish()
-        return self._release(self._end - max(pattern.unfinished for pattern in self._patterns))
+        return self._release(self._end - max((pattern.unfinished for pattern in self._going), default=0))
 
     def flush(self) -> str:
         """The text has ended: releases what was withheld, up to a match that was complete."""

@@ -63,11 +63,11 @@ class Tokenizer:
         `add_bos_token` of the configuration decides, else the post-processor. Never a second one where the text
         already starts with it. An end token is not added by `add_eos_token`: the prompt is to be continued.
         """
-        ids = self._library.encode(text, add_special_tokens=add_special_tokens).ids
+        ids = self._encode(text, add_special_tokens)
         if not add_special_tokens or self.bos_id is None:
             return ids
         leading = self._count_leading_bos(ids)
-        plain = self._library.encode(text, add_special_tokens=False).ids if leading else []
+        plain = self._encode(text, False) if leading else []
         written = self._count_leading_bos(plain)
         wants_bos = self._config.get("add_bos_token")
         if wants_bos is None:
@@ -119,6 +119,13 @@ class Tokenizer:
     def shows(self, id: int, *, skip_special_tokens: bool) -> bool:
         """Whether a token is part of the decoded text at all."""
         return not (skip_special_tokens and id in self._special) and self._piece(id) is not None
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        # As a batch of one: a text alone is read with the GIL held, and all streams stand still for 0.8 s a megabyte.
+        try:
+            return self._library.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        except TypeError as error:  # of a lone surrogate, which UTF-8 cannot hold
+            raise InvalidRequest(f"the prompt is not valid Unicode text: {error}", param="prompt") from None
 
     def _piece(self, id: int) -> str | None:
         return self._library.id_to_token(id) if 0 <= id < 2**32 else None

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from checkpoints.resolve import Checkpoint
+from checkpoints.source import CheckpointError
 from jaxinfer import build
 from jaxinfer.config import ConfigError, EngineConfig
 from jaxinfer.runner.buckets import make_buckets
@@ -97,6 +98,18 @@ def test_sampling_defaults_are_those_of_the_generation_config():
     greedy = build.sampling_defaults(checkpoint_with(generation_config={**given, "do_sample": False}))
     assert greedy == {"temperature": 0.0, "top_k": 20}
     assert build.sampling_defaults(checkpoint_with()) == {}
+
+
+@pytest.mark.parametrize("value", ["</s>", [2, "x"], -1, True])
+def test_an_eos_that_is_no_token_id_is_refused(value):
+    with pytest.raises(CheckpointError, match="eos_token_id is .*; token ids are needed"):
+        build.eos_ids(checkpoint_with(config={"eos_token_id": value}), None)
+
+
+@pytest.mark.parametrize(("name", "value"), [("temperature", "0.6"), ("top_p", 2.0), ("repetition_penalty", 0)])
+def test_a_default_that_no_request_could_ask_for_is_refused(name, value):
+    with pytest.raises(CheckpointError, match=f"generation_config's {name} is {value!r}: "):
+        build.sampling_defaults(checkpoint_with(generation_config={name: value}))
 
 
 def test_chunks_beside_decode_rows_are_as_large_as_keeps_every_step_within_its_time():

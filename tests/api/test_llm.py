@@ -202,6 +202,10 @@ def test_logprobs_are_there_for_every_token_when_asked_for(llm):
         ("a", {"logit_bias": {500: 1.0}}, "logit_bias has token id 500"),
         ("a", {"min_tokens": CONTEXT}, f"min_tokens is {CONTEXT}"),
         ("a", {"max_tokens": 0}, "max_tokens is 0"),
+        (b"abc", {}, "prompt is the bytes b'abc'; text or token ids are needed"),
+        (None, {}, "prompt is the NoneType None; text or token ids"),
+        ({"prompt": "a"}, {}, "prompt is the dict .*; text or token ids"),
+        ([1.5], {}, r"prompt is the list \[1.5\]; text or token ids"),
     ],
 )
 def test_a_request_at_fault_is_refused_before_any_of_the_call_runs(llm, prompt, sampling, message):
@@ -209,6 +213,18 @@ def test_a_request_at_fault_is_refused_before_any_of_the_call_runs(llm, prompt, 
     with pytest.raises(InvalidRequest, match=message):
         llm.generate(["fine", prompt], [GREEDY, SamplingParams(**sampling)])
     assert llm.stats().num_steps == before
+
+
+@pytest.mark.parametrize("prompts", [None, 7, {"prompt": "a"}])
+def test_prompts_that_are_in_no_order_are_refused(llm, prompts):
+    with pytest.raises(InvalidRequest, match="prompts is the .*; text, token ids or a list of them is needed"):
+        llm.generate(prompts)
+
+
+@pytest.mark.parametrize("params", [{"max_tokens": 3}, [{"max_tokens": 3}], 5])
+def test_sampling_params_of_another_kind_are_refused(llm, params):
+    with pytest.raises(InvalidRequest, match="sampling_params is the .*; a SamplingParams, or a list of them"):
+        llm.generate("a", params)
 
 
 def test_chat_needs_a_template_and_uses_the_one_there_is(llm, monkeypatch):

@@ -114,9 +114,12 @@ def test_folders_that_hold_no_checkpoint_are_refused_with_what_they_hold(tmp_pat
         resolve(str(tmp_path / "a"))
     torch = folder(tmp_path / "b", weights=False, pytorch_model__bin="x")
     with pytest.raises(
-        CheckpointError, match=r"neither \*\.safetensors nor a \.gguf file; it holds config\.json, pytorch_model\.bin"
+        CheckpointError,
+        match=r"neither \*\.safetensors nor a \.gguf file; it holds config\.json, pytorch_model\.bin; pickled .*",
     ):
         resolve(str(torch))
+    with pytest.raises(CheckpointError, match="it holds config.json; load_format dummy takes a config.json alone"):
+        resolve(str(folder(tmp_path / "c", weights=False)))
     write_gguf("one.gguf")
     write_gguf("two.gguf")
     with pytest.raises(CheckpointError, match=r"holds 2 GGUF files \(one\.gguf, two\.gguf\); name one of them"):
@@ -136,6 +139,14 @@ def test_files_of_other_kinds_are_refused(tmp_path):
 def test_a_config_that_is_no_object_is_refused(content, message, tmp_path):
     with pytest.raises(CheckpointError, match=rf"config\.json: {message}"):
         resolve(str(folder(tmp_path, config__json=content)))
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors", "model.gguf"])
+def test_a_git_lfs_pointer_is_told_from_the_file_it_stands_for(name, tmp_path):
+    pointer = folder(tmp_path, weights=name != "model.gguf") / name
+    pointer.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12345678\n")
+    with pytest.raises(CheckpointError, match=f"{name}: a Git LFS pointer in place of the file; .* git lfs pull"):
+        resolve(str(pointer if name == "model.gguf" else tmp_path))
 
 
 def test_an_unknown_load_format_is_refused(tmp_path):

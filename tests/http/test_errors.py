@@ -37,6 +37,51 @@ def test_hostile_json_is_400(server, content):
     assert post(server, content, "/v1/chat/completions").status_code == 400
 
 
+@pytest.mark.parametrize(
+    ("part", "code"),
+    [
+        (b'{"type": "text", "text": "\xff"}', "invalid_json"),
+        (b'{"type": "text", "text": "a", "x": 1e999}', "invalid_type"),
+        (b'{"type": "text", "x": ' + b"1" * 5000 + b"}", "invalid_type"),
+    ],
+    ids=["not UTF-8", "float out of range", "integer out of range"],
+)
+def test_content_part_that_cannot_be_read_is_400_that_names_it(server, part, code):
+    body = b'{"messages": [{"role": "user", "content": [' + part + b"]}]}"
+    error = error_of(post(server, body, "/v1/chat/completions"), 400, code)
+    assert error["param"].startswith("messages[0].content[0]")
+
+
+def test_token_id_of_thousands_of_digits_is_400_that_names_logit_bias(server):
+    assert error_of(server.complete(logit_bias={"9" * 5000: 1}), 400, "invalid_value")["param"] == "logit_bias"
+
+
+def test_error_message_does_not_repeat_megabytes_of_what_was_sent(server):
+    for body in ({"model": "m" * 10**6}, {"m" * 10**6: 1}):
+        assert len(server.complete(**body).content) < 10_000
+    messages = [{"role": "\x01" * 10**6, "content": "a"}]
+    assert len(server.chat(messages=messages).content) < 20_000
+
+
+def test_endless_prompt_is_refused_before_all_of_it_is_tokenised(server, monkeypatch):
+    read = []
+    encode = type(server.tokenizer).encode
+
+    def counted(tokenizer, text, **options):
+        read.append(len(text))
+        return encode(tokenizer, text, **options)
+
+    monkeypatch.setattr(type(server.tokenizer), "encode", counted)
+    for reply in (
+        server.complete(prompt="cat " * 10**6),
+        server.complete(prompt=["cat " * 10**6] * 3),
+        server.chat(messages=[{"role": "user", "content": "cat " * 10**6}]),
+    ):
+        message = error_of(reply, 400, "context_length_exceeded")["message"]
+        assert "prompt has more than" in message and "limit is 64 tokens" in message
+    assert sum(read) < 10**5
+
+
 def test_body_that_is_not_an_object_is_400(server):
     error_of(post(server, b"[1]"), 400, "invalid_type")
 
@@ -210,7 +255,37 @@ def test_broken_http_harms_no_other_connection(server):
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=5) as sock:
         sock.sendall(b"\x00\x01 nonsense\r\n\r\n")
-        assert b"400" in sock.recv(1000)
+        head, _, body = b"".join(iter(lambda: sock.recv(1000), b"")).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 400 ")
+        assert json.loads(body)["error"]["code"] == "invalid_http"
+    assert server.complete().status_code == 200
+
+
+@pytest.mark.parametrize("size", [1, 7, 10_000])
+def test_request_that_asks_for_an_upgrade_is_answered_like_any_other(server, size):
+    host, port = server.url.removeprefix("http://").split(":")
+    body = b'{"prompt": "Hello", "max_tokens": 2}'
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\n"
+        b"HTTP2-Settings: AAEAAEAAAAIAAAABAAMAAABkAAQBAAAAAAUAAEAA\r\nContent-Type: application/json\r\n"
+    )
+    data = (head + b"Content-Length: %d\r\n\r\n" % len(body) + body) * 2
+    data += b"GET /health HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade, close\r\n\r\n"
+    with socket.create_connection((host, int(port)), timeout=5) as sock:
+        for start in range(0, len(data), size):
+            sock.sendall(data[start : start + size])
+        reply = b"".join(iter(lambda: sock.recv(65536), b""))
+    assert reply.count(b"HTTP/1.1 200 OK") == 3
+    assert reply.count(b'"completion_tokens":2') == 2
+
+
+def test_many_upgrades_in_one_go_and_a_connect_harm_no_other_connection(server):
+    host, port = server.url.removeprefix("http://").split(":")
+    many = b"GET /health HTTP/1.1\r\nUpgrade: a\r\nConnection: upgrade\r\n\r\n" * 3000
+    for data in (many, b"CONNECT x:1 HTTP/1.1\r\nHost: x\r\n\r\n"):
+        with socket.create_connection((host, int(port)), timeout=5) as sock:
+            sock.sendall(data)
+            assert sock.recv(100).startswith(b"HTTP/1.1 200 OK" if data is many else b"HTTP/1.1 400 Bad Request")
     assert server.complete().status_code == 200
 
 

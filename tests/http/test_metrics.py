@@ -111,3 +111,16 @@ def test_two_servers_in_one_process_count_apart(server, own_server):
     other = own_server()
     server.complete()
     assert value(other, "jaxinfer:time_to_first_token_seconds_count") == 0
+
+
+def test_engine_that_gives_no_answer_leaves_the_metrics_of_the_last_scrape(server, engine, monkeypatch):
+    server.complete(max_tokens=3)
+    before = [line for line in server.metrics().splitlines() if line.startswith("jaxinfer:generation_tokens_total")]
+
+    async def stands_still():
+        raise TimeoutError
+
+    monkeypatch.setattr(engine, "stats", stands_still)
+    reply = server.http.get("/metrics")
+    assert reply.status_code == 200
+    assert before[0] in reply.text

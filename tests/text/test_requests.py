@@ -3,7 +3,7 @@ import dataclasses
 import pytest
 
 from jaxinfer.text.requests import lower, sample_seed, special_stops
-from jaxinfer.types import MAX_STOP_IDS, EngineInfo, InvalidRequest, SamplingParams
+from jaxinfer.types import MAX_STOP_IDS, MAX_STOP_STRINGS, EngineInfo, InvalidRequest, SamplingParams
 
 INFO = EngineInfo(
     model="tiny",
@@ -142,3 +142,21 @@ def test_more_stop_ids_than_the_device_keeps_are_refused():
 
 def test_stop_strings_need_a_tokenizer():
     assert refusal(SamplingParams(stop="x")).param == "stop"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("temperature", 1e39), ("temperature", 10**400), ("repetition_penalty", 1e-50), ("repetition_penalty", 1e300)],
+)
+def test_numbers_that_float32_cannot_hold_are_refused_by_parameter(name, value):
+    with pytest.raises(InvalidRequest, match=f"{name} is 1") as caught:
+        SamplingParams(**{name: value})
+    assert caught.value.param == name
+
+
+def test_more_stop_strings_than_are_followed_are_refused():
+    stops = [str(i) for i in range(MAX_STOP_STRINGS + 1)]
+    assert len(SamplingParams(stop=stops[1:]).stop) == MAX_STOP_STRINGS
+    with pytest.raises(InvalidRequest, match="stop has 129 strings; at most 128") as caught:
+        SamplingParams(stop=stops)
+    assert caught.value.param == "stop"

@@ -1,3 +1,5 @@
+import time
+
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -119,3 +121,11 @@ def test_a_long_stop_string_costs_constant_time_per_character():
     text = "a" * 60_000
     shown = "".join(matcher.push(text[i : i + 3]) for i in range(0, len(text), 3))
     assert shown == "a" * 40_000
+
+
+def test_a_stop_string_of_megabytes_costs_nothing_until_the_text_begins_it():
+    stop = "ab" * 10**6
+    start_s = time.perf_counter()
+    matchers = [StopMatcher([stop]) for _ in range(200)]
+    assert [matcher.push("xaby") for matcher in matchers] == ["xaby"] * 200
+    assert time.perf_counter() - start_s < 1

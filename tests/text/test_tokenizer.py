@@ -1,4 +1,6 @@
 import json
+import threading
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -157,3 +159,16 @@ def test_without_a_decoder_tokens_are_joined_by_spaces(made):
 def test_what_is_not_a_tokenizer_is_an_error_that_says_so():
     with pytest.raises(ValueError, match="tokenizer.json cannot be read"):
         Tokenizer("{}", {})
+
+
+def test_a_long_text_is_read_without_holding_up_other_threads(qwen3):
+    tokenizer, _ = qwen3
+    done = threading.Event()
+    threading.Thread(
+        target=lambda: (tokenizer.encode("the cat sat " * 40_000, add_special_tokens=True), done.set())
+    ).start()
+    turns = 0
+    while not done.is_set():
+        time.sleep(0.001)
+        turns += 1
+    assert turns > 20

@@ -1,0 +1,57 @@
+"""HTTP as uvicorn reads it, but for requests that ask to leave HTTP/1.1 and for what is no HTTP at all."""
+
+from __future__ import annotations
+
+import httptools
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from jaxinfer.http.errors import HttpError, problem
+
+
+class Protocol(HttpToolsProtocol):
+    """Reads a request with an Upgrade header as if it had none, which is what a server without upgrades has to do.
+
+    httptools takes what follows such a head for another protocol, and so drops the body. Java's HttpClient sends
+    `Upgrade: h2c` with every request unless told otherwise.
+    """
+
+    _asks_for_upgrade = False
+
+    def on_headers_complete(self) -> None:
+        self._asks_for_upgrade = self.parser.should_upgrade()
+        if not self._asks_for_upgrade:
+            super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        if not self._asks_for_upgrade:
+            super().on_message_complete()
+
+    def data_received(self, data: bytes) -> None:
+        self._unset_keepalive_if_required()
+        rest = memoryview(data)
+        try:
+            while True:
+                try:
+                    return self.parser.feed_data(rest)
+                except httptools.HttpParserUpgrade as upgrade:
+                    rest = rest[upgrade.args[0] :]
+                    self._read_head_again()
+        except httptools.HttpParserError:
+            self.send_400_response("this is not an HTTP/1.1 request")
+
+    def _read_head_again(self) -> None:
+        """Without the Upgrade header, in a parser that goes on with the body."""
+        if self.parser.get_method() == b"CONNECT":
+            raise httptools.HttpParserError("this is not a proxy")
+        version = self.parser.get_http_version().encode()
+        lines = [self.parser.get_method() + b" " + self.url + b" HTTP/" + version]
+        lines += [name + b": " + value for name, value in self.headers if name != b"upgrade"]
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn sets it
+        self.parser.feed_data(b"\r\n".join([*lines, b"", b""]))
+
+    def send_400_response(self, msg: str) -> None:
+        body = problem(HttpError(400, msg, code="invalid_http")).body
+        head = b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\ncontent-type: application/json\r\ncontent-length: %d"
+        self.transport.write(head % len(body) + b"\r\n\r\n" + body)
+        self.transport.close()
