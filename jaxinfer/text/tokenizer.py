@@ -9,6 +9,7 @@ from typing import Any
 import tokenizers
 
 from jaxinfer.text.pieces import PieceDecoder
+from jaxinfer.types import InvalidRequest
 
 TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>")
 """Tokens that end a turn in every chat template that writes them. `<|end|>` does not: some write it inside a turn."""

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from jaxinfer.text.pieces import PieceDecoder, UnsupportedTokenizer
 from jaxinfer.text.tokenizer import Tokenizer
+from jaxinfer.types import InvalidRequest
 
 examples = settings(deadline=None, max_examples=60)
 
@@ -172,3 +173,8 @@ def test_a_long_text_is_read_without_holding_up_other_threads(qwen3):
         time.sleep(0.001)
         turns += 1
     assert turns > 20
+
+
+def test_half_of_a_surrogate_pair_is_refused_as_no_text(byte_level):
+    with pytest.raises(InvalidRequest, match="the prompt is not valid Unicode text"):
+        byte_level.encode("a\ud800b", add_special_tokens=False)
