@@ -176,7 +176,7 @@ def _template(file: GgufFile, tokens: Sequence[str]) -> dict[str, object] | None
     }
 
 
-def _byte_level(file: GgufFile, vocab: Mapping[str, int], types: Sequence[int]) -> dict[str, object]:  # noqa: ARG001
+def _byte_level(file: GgufFile, vocab: Mapping[str, int], _types: Sequence[int]) -> dict[str, object]:
     pre = _pre_tokenizer(file)
     steps: list[dict[str, object]] = []
     if pre.split_digits:

@@ -71,7 +71,7 @@ def load(
 def check_complete(
     wanted: Mapping[str, tuple[int, ...]],
     found: Mapping[str, tuple[int, ...]],
-    ignore: Callable[[str], bool] = lambda name: False,  # noqa: ARG005
+    ignore: Callable[[str], bool] = lambda _name: False,
 ) -> None:
     """Raises one CheckpointError that lists every name that is missing, extra (and not ignored) or misshapen."""
     missing = [name for name in wanted if name not in found]

@@ -10,7 +10,6 @@ import numbers
 import uuid
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from types import TracebackType
 from typing import Any, Self
 
 import jax.numpy as jnp
@@ -18,7 +17,7 @@ import jax.numpy as jnp
 from checkpoints import orbax_store
 from checkpoints.resolve import resolve
 from jaxinfer.build import REFUSALS as REFUSALS
-from jaxinfer.build import Progress, build_engine, engine_command, load_params, make_tokenizer
+from jaxinfer.build import Progress, build_engine, engine_command, find_model, load_params
 from jaxinfer.config import DEFAULT_MODEL, EngineConfig, ServerConfig
 from jaxinfer.engine.local import LocalEngine
 from jaxinfer.engine.process import EngineProcess
@@ -74,10 +73,10 @@ class LLM:
 
     def __init__(self, model: str = DEFAULT_MODEL, *, show_progress: bool = True, **options: Any):
         config = EngineConfig(model=model, **options)
-        checkpoint = resolve(config.model, revision=config.revision, load_format=config.load_format)
-        self.tokenizer = make_tokenizer(checkpoint)
-        self._template = ChatTemplate.from_config(checkpoint.tokenizer_config)
-        self._engine = LocalEngine(build_engine(config, show_progress=show_progress))
+        found = find_model(config)
+        self.tokenizer = found.tokenizer
+        self._template = ChatTemplate.from_config(found.checkpoint.tokenizer_config)
+        self._engine = LocalEngine(build_engine(config, found, show_progress=show_progress))
         # Also when it is never closed: see LocalEngine.close. Registered after JAX's own, it runs before.
         atexit.register(weakref.finalize(self, self._engine.close))
 
@@ -142,9 +141,7 @@ class LLM:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _job(self, prompt: Prompt, sampling: SamplingParams) -> _Job:
@@ -258,9 +255,7 @@ class Server:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.shutdown()
 
 
@@ -285,8 +280,7 @@ def serve(
     sock = http_run.bind(server_config.host, server_config.port)  # before anything slow: a port in use is known at once
     with contextlib.ExitStack() as on_failure:
         on_failure.callback(sock.close)
-        checkpoint = resolve(config.model, revision=config.revision, load_format=config.load_format)
-        tokenizer = make_tokenizer(checkpoint)
+        checkpoint, tokenizer = find_model(config)
         template = ChatTemplate.from_config(checkpoint.tokenizer_config, server_config.chat_template)
         engine = EngineProcess(engine_command(config, show_progress=show_progress))
         on_failure.callback(engine.close)

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -72,21 +73,39 @@ class Progress:
         self._bar, self._kind = None, ""
 
 
-def build_engine(config: EngineConfig, *, show_progress: bool = True) -> Engine:
-    """An engine that is ready: nothing is compiled after this returns.
+class Found(NamedTuple):
+    """What a model's name stands for."""
+
+    checkpoint: Checkpoint
+    tokenizer: Tokenizer | None  # None if the checkpoint has none, and then only token ids can be served
+
+
+def find_model(config: EngineConfig) -> Found:
+    """The checkpoint that `config` names, and its tokenizer. CheckpointError for what is not there or not supported."""
+    checkpoint = resolve(config.model, revision=config.revision, load_format=config.load_format)
+    if checkpoint.tokenizer_json is None:
+        return Found(checkpoint, None)
+    try:
+        return Found(checkpoint, Tokenizer(checkpoint.tokenizer_json, checkpoint.tokenizer_config))
+    except ValueError as error:
+        raise CheckpointError(f"{checkpoint.path}: {error}") from error
+
+
+def build_engine(config: EngineConfig, found: Found | None = None, *, show_progress: bool = True) -> Engine:
+    """An engine that is ready: nothing is compiled after this returns. `found` spares finding the model again.
 
     Raises ConfigError, CheckpointError, ModelError, ShardingError or PoolError, before anything slow where it can.
     """
     set_up_jax(config)
     find_devices()
-    checkpoint = resolve(config.model, revision=config.revision, load_format=config.load_format)
+    checkpoint, tokenizer = found or find_model(config)
+    ends, defaults = eos_ids(checkpoint, tokenizer), sampling_defaults(checkpoint)
     model = registry.from_config(checkpoint.config)
     mesh = rules.make_mesh(config.tensor_parallel_size)
     shardings = rules.shardings(model.specs, mesh)
-    tokenizer = make_tokenizer(checkpoint)
     vocab_size = min(model.vocab_rows, tokenizer.vocab_size) if tokenizer else model.vocab_rows
     shape = _state_shape(config, model, mesh)
-    buckets = make_buckets(_platform(mesh), shape.num_slots, _max_step_tokens(config, shape.num_slots, mesh))
+    buckets = make_buckets(rules.platform(mesh), shape.num_slots, _max_step_tokens(config, shape.num_slots, mesh))
     with contextlib.closing(Progress(show_progress)) as progress, _out_of_memory_explained(config):
         params = load_params(checkpoint, model, shape.dtype, shardings, seed=config.seed, progress=progress)
         builder = StepBuilder(model=model, shape=shape, vocab_size=vocab_size, mesh=mesh, buckets=tuple(buckets))
@@ -105,8 +124,8 @@ def build_engine(config: EngineConfig, *, show_progress: bool = True) -> Engine:
         model=config.model,
         max_model_len=limits.max_model_len,
         vocab_size=vocab_size,
-        eos_ids=eos_ids(checkpoint, tokenizer),
-        sampling_defaults=sampling_defaults(checkpoint),
+        eos_ids=ends,
+        sampling_defaults=defaults,
         page_size=limits.page_size,
         num_pages=limits.num_pages,
         max_num_seqs=limits.max_num_seqs,
@@ -146,19 +165,6 @@ def find_devices() -> list[jax.Device]:
     except (RuntimeError, AssertionError) as error:  # the latter, without a word, for a platform without its plugin
         reason = str(error) or "the package of that platform is not installed"
         raise ConfigError(f"JAX cannot start on JAX_PLATFORMS {jax.config.jax_platforms!r}: {reason}") from error
-
-
-def make_tokenizer(checkpoint: Checkpoint) -> Tokenizer | None:
-    """The checkpoint's tokenizer; None if it has none, and then only token ids can be served.
-
-    CheckpointError for one that cannot be read, or that is not supported.
-    """
-    if checkpoint.tokenizer_json is None:
-        return None
-    try:
-        return Tokenizer(checkpoint.tokenizer_json, checkpoint.tokenizer_config)
-    except ValueError as error:
-        raise CheckpointError(f"{checkpoint.path}: {error}") from error
 
 
 def load_params(
@@ -235,14 +241,10 @@ def check_context(config: EngineConfig, model: Model) -> None:
         )
 
 
-def _platform(mesh: Mesh) -> str:
-    return "cpu" if mesh.devices.flat[0].platform == "cpu" else "gpu"
-
-
 def _state_shape(config: EngineConfig, model: Model, mesh: Mesh) -> cache.StateShape:
     """All but the number of pages, which needs the weights on the device."""
     check_context(config, model)
-    platform = _platform(mesh)
+    platform = rules.platform(mesh)
     dtype = {"cpu": "float32", "gpu": "bfloat16"}[platform] if config.dtype == "auto" else config.dtype
     return cache.StateShape(
         cache=model.cache,
@@ -256,7 +258,7 @@ def _state_shape(config: EngineConfig, model: Model, mesh: Mesh) -> cache.StateS
 
 
 def _max_step_tokens(config: EngineConfig, num_slots: int, mesh: Mesh) -> int:
-    tokens = config.max_num_batched_tokens or max(MAX_STEP_TOKENS[_platform(mesh)], 2 * num_slots)
+    tokens = config.max_num_batched_tokens or max(MAX_STEP_TOKENS[rules.platform(mesh)], 2 * num_slots)
     if tokens < 2 * num_slots:
         raise ConfigError(
             f"max_num_batched_tokens is {tokens}, less than twice max_num_seqs {num_slots}: a step must hold a row of "
@@ -270,7 +272,7 @@ def _size_pool(config: EngineConfig, builder: StepBuilder, params: Params) -> St
     shape = builder.shape
     if config.num_pages is None:
         temp_bytes = 0
-        if _platform(builder.mesh) == "gpu":
+        if builder.platform == "gpu":
             compiled = compile_lowered(builder, lower_step(builder, params, builder.buckets[-1]))
             temp_bytes = compiled.memory_analysis().temp_size_in_bytes
         used = (
@@ -285,7 +287,7 @@ def _size_pool(config: EngineConfig, builder: StepBuilder, params: Params) -> St
 def _max_mixed_tokens(config: EngineConfig, buckets: list[Bucket], times_ms: Mapping[Bucket, float], mesh: Mesh) -> int:
     """Tokens of a step that has decode rows: as many as keep it within max_step_ms, by measurement on a GPU."""
     least = 2 * max(bucket.rows for bucket in buckets)
-    if _platform(mesh) == "cpu":
+    if rules.platform(mesh) == "cpu":
         return min(max(MIXED_TOKENS_ON_CPU, least), buckets[-1].tokens)
     # A size counts with as many rows as it has: any number of sequences may decode beside the chunk.
     slow = {b.tokens for b in buckets if not b.decode and times_ms[b] > config.max_step_ms}

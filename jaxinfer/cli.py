@@ -14,7 +14,6 @@ from jaxinfer.config import DEFAULT_MODEL, DTYPES, LOAD_FORMATS, ConfigError, En
 from jaxinfer.types import EngineDead, InvalidRequest, SamplingParams
 
 EXIT_FAILED = 1
-EXIT_USAGE = 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:

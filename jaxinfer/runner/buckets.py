@@ -27,7 +27,7 @@ def make_buckets(platform: str, max_num_seqs: int, max_step_tokens: int) -> list
     """All buckets, smallest first within each kind. The largest of each kind holds every legal plan."""
     powers = [2**i for i in range(max_num_seqs.bit_length()) if 2**i < max_num_seqs]
     buckets = [Bucket(True, rows, rows) for rows in [*powers, max_num_seqs]]
-    sizes = [t for t in MIXED_TOKENS["cpu" if platform == "cpu" else "gpu"] if t < max_step_tokens]
+    sizes = [t for t in MIXED_TOKENS[platform] if t < max_step_tokens]
     for tokens in [*sizes, max_step_tokens]:
         rows = min(tokens, max_num_seqs)
         if platform != "cpu" and rows > FEW_ROWS:

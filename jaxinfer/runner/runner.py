@@ -84,7 +84,7 @@ class ModelRunner:
     def _run(self, bucket: Bucket, plan: StepPlan) -> None:
         shape = self._builder.shape
         packed = inputs.pack(plan, bucket, page_size=shape.page_size, num_slots=shape.num_slots)
-        padded = np.zeros(self._builder.abstract_inputs.shape, np.int32)
+        padded = np.zeros(self._staged.shape, np.int32)
         padded[: len(packed)] = packed
         self._staged = self._programs.stage(self._staged, padded)
         self._state = self._programs.steps[bucket](self._params, self._state, self._staged)
@@ -117,7 +117,7 @@ class ModelRunner:
         for done, bucket in enumerate(buckets):
             progress(f"warming up {bucket}", done, len(buckets))
             runs_ms = []
-            for _ in range(WARM_UP_RUNS["cpu" if self._builder.platform == "cpu" else "gpu"]):
+            for _ in range(WARM_UP_RUNS[self._builder.platform]):
                 start_s = time.perf_counter()
                 self._run(bucket, empty)
                 jax.block_until_ready(self._state)

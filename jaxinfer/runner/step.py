@@ -33,8 +33,8 @@ class StepBuilder:
 
     @property
     def platform(self) -> str:
-        """What the devices are: "cpu", or a kind of GPU."""
-        return self.mesh.devices.flat[0].platform
+        """What the devices are: "cpu" or "gpu"."""
+        return rules.platform(self.mesh)
 
     @property
     def abstract_state(self) -> DeviceState:

@@ -29,6 +29,11 @@ def make_mesh(tensor_parallel_size: int) -> Mesh:
     return Mesh(np.asarray(devices[:tensor_parallel_size]), (TENSOR,))
 
 
+def platform(mesh: Mesh) -> str:
+    """What the devices are: "cpu" or "gpu"."""
+    return "cpu" if mesh.devices.flat[0].platform == "cpu" else "gpu"
+
+
 def partition(axes: tuple[str | None, ...], rules: Mapping[str, str]) -> PartitionSpec:
     """Mesh axis of each dimension, from its logical axis. ShardingError if two dimensions would share one."""
     mesh_axes = [rules.get(axis) if axis else None for axis in axes]

@@ -1,6 +1,8 @@
 """Compiles the steps of a model for an H200 on a machine without one, and prints what XLA made of them as JSON.
 
-Runs in an environment of its own (the extra `capture`), since the CUDA plugin must not be installed beside the tests.
+Runs in an environment of its own (the extra `capture`), since the CUDA plugin must not be installed beside the tests:
+
+    JAX_PLATFORMS=cpu XLA_FLAGS=--xla_dump_to=FOLDER python compile_steps.py TARGET_CONFIG FOLDER
 """
 
 import glob
@@ -8,24 +10,19 @@ import json
 import os
 import re
 import sys
-import tempfile
 from pathlib import Path
 
-dump = tempfile.mkdtemp()
-os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = f"--xla_dump_to={dump}"
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
 
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-from jax.experimental import topologies  # noqa: E402
-
-from jaxinfer.models import registry  # noqa: E402
-from jaxinfer.runner.buckets import Bucket  # noqa: E402
-from jaxinfer.runner.cache import StateShape  # noqa: E402
-from jaxinfer.runner.compiled import compile_lowered, lower_sampler, lower_step  # noqa: E402
-from jaxinfer.runner.step import StepBuilder  # noqa: E402
-from jaxinfer.sharding import rules  # noqa: E402
-from pallas_kernels.paged_attention import reference  # noqa: E402
+from jaxinfer.models import registry
+from jaxinfer.runner.buckets import Bucket
+from jaxinfer.runner.cache import StateShape
+from jaxinfer.runner.compiled import compile_lowered, lower_sampler, lower_step
+from jaxinfer.runner.step import StepBuilder
+from jaxinfer.sharding import rules
+from pallas_kernels.paged_attention import reference
 
 QWEN3_4B = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -63,7 +60,7 @@ def make_builder(target: str) -> StepBuilder:
     return StepBuilder(model=model, shape=shape, vocab_size=model.vocab_rows, mesh=mesh, buckets=BUCKETS)
 
 
-def facts(builder: StepBuilder, lowered: jax.stages.Lowered) -> dict[str, object]:
+def facts(builder: StepBuilder, lowered: jax.stages.Lowered, dump: str) -> dict[str, object]:
     for file in glob.glob(f"{dump}/*"):
         os.remove(file)
     compiled = compile_lowered(builder, lowered)
@@ -78,15 +75,16 @@ def facts(builder: StepBuilder, lowered: jax.stages.Lowered) -> dict[str, object
 
 
 def main() -> None:
-    builder = make_builder(Path(sys.argv[1]).read_text())
+    target, dump = sys.argv[1:]
+    builder = make_builder(Path(target).read_text())
     shardings = rules.shardings(builder.model.specs, builder.mesh)
     params = {
         name: jax.ShapeDtypeStruct(spec.array_shape, jnp.bfloat16, sharding=shardings[name])
         for name, spec in builder.model.specs.items()
     }
     with jax.set_mesh(builder.mesh):
-        found = {str(bucket): facts(builder, lower_step(builder, params, bucket)) for bucket in BUCKETS}
-        found["sampler"] = facts(builder, lower_sampler(builder, 64))
+        found = {str(bucket): facts(builder, lower_step(builder, params, bucket), dump) for bucket in BUCKETS}
+        found["sampler"] = facts(builder, lower_sampler(builder, 64), dump)
     print(json.dumps({"state_leaves": len(jax.tree.leaves(builder.abstract_state)), "programs": found}))
 
 

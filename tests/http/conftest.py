@@ -15,11 +15,13 @@ from jaxinfer.text.chat_template import ChatTemplate
 from tests.http.fake_engine import FakeEngine
 from tests.http.tiny_tokenizer import make_tokenizer
 
+ANY_PORT = ServerConfig(port=0)
+
 
 class Server:
     """The server under test, and short ways to ask it."""
 
-    def __init__(self, engine, tokenizer, template, config=ServerConfig(port=0), **limits):  # noqa: B008
+    def __init__(self, engine, tokenizer, template, config=ANY_PORT, **limits):
         self.engine = engine
         self.tokenizer = tokenizer
         self.app = create_app(engine, tokenizer, template, config)
@@ -109,7 +111,7 @@ def own_server(text_parts):
     tokenizer, template = text_parts
     made = []
 
-    def make(*, with_tokenizer=True, with_template=True, config=ServerConfig(port=0), **settings):  # noqa: B008
+    def make(*, with_tokenizer=True, with_template=True, config=ANY_PORT, **settings):
         limits = {name: settings.pop(name) for name in ("grace_s", "failure_grace_s") if name in settings}
         made.append(
             Server(
