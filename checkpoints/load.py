@@ -20,18 +20,13 @@ MAX_LISTED = 20
 Progress = Callable[[int, int], None]
 
 
-def ignore_rotary_buffers(name: str) -> bool:
-    """Tables of RoPE frequencies that old checkpoints stored beside the weights; they follow from the config."""
-    return name.endswith(".rotary_emb.inv_freq")
-
-
 def load(
     source: TensorSource,
     specs: Specs,
     dtype: jnp.dtype,
     shardings: Mapping[str, Sharding],
     *,
-    ignore: Callable[[str], bool] = ignore_rotary_buffers,
+    ignore: Callable[[str], bool] = lambda _name: False,
     progress: Progress | None = None,
 ) -> Params:
     """Every parameter of `specs`, read from `source` onto the devices of its sharding (that of the stacked array).
