@@ -17,7 +17,7 @@ from tests.api.test_serve_process import Serving
 from tests.http.conftest import wait_for
 
 RECORDED = json.loads((Path(__file__).parents[1] / "data" / "default_model_tokens.json").read_text())
-CHAT = RECORDED["chat_messages"]
+MESSAGES = RECORDED["chat_messages"]
 CHAT = next(prompt for prompt in RECORDED["prompts"] if prompt["name"] == "chat")
 MODEL = RECORDED["model"]
 CONTEXT = 512
@@ -73,7 +73,7 @@ class Server:
         options = {"temperature": 0, "max_tokens": 12} | options
         return self.client.completions.create(model=MODEL, prompt=prompt, **options)
 
-    def chat(self, messages=CHAT, **options):
+    def chat(self, messages=MESSAGES, **options):
         options = {"temperature": 0, "max_tokens": 12} | options
         return self.client.chat.completions.create(model=MODEL, messages=messages, **options)
 

@@ -153,7 +153,8 @@ LONG = {"prompt": "abc", "stream": True, "max_tokens": 240, "ignore_eos": True, 
 
 def test_killed_engine_ends_streams_with_an_error_then_health_says_so_then_the_server_exits_with_the_reason(serve):
     server = serve()
-    with httpx.stream("POST", server.url + "/v1/completions", json=LONG, timeout=30) as reply:
+    body = LONG | {"n": 32}  # one after another: far from done when the engine goes, however busy the machine is
+    with httpx.stream("POST", server.url + "/v1/completions", json=body, timeout=30) as reply:
         lines = reply.iter_lines()
         assert next(lines).startswith("data: ")
         os.kill(server.engine_pid, signal.SIGKILL)
