@@ -1,18 +1,27 @@
 """Starts a server here, times it to readiness, loads it, and keeps the figures in scripts/results/<gpu>.json.
 
-    python scripts/measure_serving.py --label qwen3-4b-dummy --workload 16/128:1,8,64 -- \
-        --model FOLDER --load-format dummy --max-model-len 1024
+    python scripts/measure_serving.py --label qwen3-4b-dummy --rows 1x16,64x1024 -- \
+        --model FOLDER --load-format dummy --max-model-len 8192
 
 What follows the two dashes goes to `jaxinfer serve`. The first start has an empty cache of compiled steps (cold), the
-second finds them (warm); the second one is loaded. The workload is that of `bench_serve.py`: input / output tokens and
-the numbers of clients.
+second finds them (warm); the second one is loaded. A row is CLIENTSxINPUT or CLIENTSxINPUTxOUTPUT: closed loop, 30
+requests of one client (20 from 1024 tokens on), 4 per client above. The mixed case is streams that decode while long
+prompts arrive. Every figure is on disk as soon as it is there, and replaces that of the same workload; "runs" says, for
+the date that a figure names, under which versions, card, driver, commit and flags it was measured.
+
+Another server is measured with --base-url, which starts none.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import dataclasses
+import importlib.metadata
+import os
+import platform
 import re
+import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -20,80 +29,307 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any, NamedTuple
+
+from bench_serve import HEADER, is_sound, merge_rows, read_json, run, run_mixed, show, write_json
+from load_client import Workload
 
 HERE = Path(__file__).parent
-START_TIMEOUT_S = 540
+ROWS = "1x16,8x16,32x16,64x16,128x16,256x16,1x1024,8x1024,32x1024,64x1024"
+MIXED = "32x4096@2"
+PACKAGES = ("jaxinfer", "jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "jax-triton", "triton")
+STOP_TIMEOUT_S = 60
+CACHES = {"TRITON_CACHE_DIR": "triton", "CUDA_CACHE_PATH": "cuda"}
+"""Caches besides that of compiled steps: environment variable -> subfolder. Cold means that these are empty too."""
+
+
+class Row(NamedTuple):
+    """One closed-loop measurement. Lengths in tokens."""
+
+    clients: int
+    input_len: int
+    output_len: int
+
+    @property
+    def num_prompts(self) -> int:
+        if self.clients > 1:
+            return 4 * self.clients
+        return 20 if self.input_len >= 1024 else 30
+
+
+class Mixed(NamedTuple):
+    """Streams that decode while prompts of `input_len` tokens arrive at `rate` per second."""
+
+    streams: int
+    input_len: int
+    rate: float
+
+
+def parse_rows(text: str) -> list[Row]:
+    """CLIENTSxINPUT or CLIENTSxINPUTxOUTPUT, between commas; an output is 128 tokens. ValueError for anything else."""
+    rows = []
+    for part in filter(None, text.split(",")):
+        if not re.fullmatch(r"[1-9]\d*x[1-9]\d*(x[1-9]\d*)?", part):
+            raise ValueError(f"row {part!r} is not CLIENTSxINPUT or CLIENTSxINPUTxOUTPUT")
+        clients, input_len, output_len = [*map(int, part.split("x")), 128][:3]
+        rows.append(Row(clients, input_len, output_len))
+    return rows
+
+
+def parse_mixed(text: str) -> Mixed | None:
+    """STREAMSxINPUT@RATE, or "none". ValueError for anything else."""
+    if text == "none":
+        return None
+    found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)@(\d+(?:\.\d+)?)", text)
+    if found is None or float(found[3]) == 0:
+        raise ValueError(f"mixed case {text!r} is neither STREAMSxINPUT@RATE nor none")
+    return Mixed(int(found[1]), int(found[2]), float(found[3]))
+
+
+class Results:
+    """The results file; every change of it is on disk at once."""
+
+    def __init__(self, path: Path, label: str, run: dict[str, Any]):
+        self._path = path
+        self._label = label
+        self._run = run
+        self._date = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+
+    def start(self, **seconds: float) -> None:
+        """Start-to-ready in seconds, by what it is: cold_s, warm_s."""
+        content = self._content()
+        starts = content.setdefault("start", {}).setdefault(self._label, {})
+        starts |= {name: round(value, 1) for name, value in seconds.items()}
+        starts |= {name.replace("_s", "_run"): self._date for name in seconds}
+        self._write(content)
+
+    def row(self, kind: str, row: dict[str, Any]) -> None:
+        """kind: serve or mixed."""
+        content = self._content()
+        by_label = content.setdefault(kind, {})
+        by_label[self._label] = merge_rows(by_label.get(self._label, []), [row | {"run": self._date}])
+        self._write(content)
+
+    def _content(self) -> dict[str, Any]:
+        return read_json(self._path)
+
+    def _write(self, content: dict[str, Any]) -> None:
+        """Without the runs of which no figure is left."""
+        runs = content.setdefault("runs", {}) | {self._date: self._run}
+        used = {
+            row.get("run") for kind in ("serve", "mixed") for rows in content.get(kind, {}).values() for row in rows
+        }
+        used |= {value for start in content.get("start", {}).values() for value in start.values()}
+        content["runs"] = {date: runs[date] for date in sorted(runs) if date in used}
+        write_json(self._path, content)
 
 
 @contextmanager
-def running(server: Sequence[str], port: int, cache: str, log: Path) -> Iterator[float]:
+def running(
+    server: Sequence[str], port: int, environment: dict[str, str], log: Path, limit_s: float
+) -> Iterator[float]:
     """A server for the length of the block; gives the seconds from its start until /health answers."""
-    command = [sys.executable, "-m", "jaxinfer.cli", "serve", *server]
-    command += ["--port", str(port), "--compile-cache-dir", cache]
     start_s = time.perf_counter()
     with log.open("ab") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=out)
+        process = subprocess.Popen(server, stdout=out, stderr=out, env=os.environ | environment)
     try:
-        while not is_healthy(port):
-            if process.poll() is not None or time.perf_counter() - start_s > START_TIMEOUT_S:
+        while not is_healthy(f"http://127.0.0.1:{port}"):
+            if process.poll() is not None or time.perf_counter() - start_s > limit_s:
                 raise SystemExit(f"the server did not start (exit code {process.returncode}); see {log}")
             time.sleep(0.05)
         yield time.perf_counter() - start_s
     finally:
         process.terminate()
-        process.wait(60)
+        try:
+            process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
-def is_healthy(port: int) -> bool:
+def is_healthy(url: str) -> bool:
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2) as answer:
+        with urllib.request.urlopen(f"{url}/health", timeout=2) as answer:
             return answer.status == 200
     except (urllib.error.URLError, OSError):
         return False
 
 
-def device_name() -> str:
-    """A name for the results file: h200, or cpu."""
-    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+def gpu() -> tuple[str, str] | None:
+    """Name and driver of the first GPU; None without one."""
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
-        name = subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()[0]
-    except (OSError, subprocess.CalledProcessError, IndexError):
-        return "cpu"
-    return re.sub(r"[^a-z0-9]+", "-", name.lower().replace("nvidia", "")).strip("-")
+        name, driver = (
+            subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()[0].split(",")
+        )
+    except (OSError, subprocess.CalledProcessError, IndexError, ValueError):
+        return None
+    return name.strip(), driver.strip()
 
 
-def main() -> None:
+def file_name(card: str) -> str:
+    """Of the results: "h200" for "NVIDIA H200"."""
+    return re.sub(r"[^a-z0-9]+", "-", card.lower().replace("nvidia", "")).strip("-")
+
+
+def commit() -> str | None:
+    """What was measured: $JAXINFER_COMMIT, else the file COMMIT at the root, else what git says."""
+    if named := os.environ.get("JAXINFER_COMMIT"):
+        return named
+    if (path := HERE.parent / "COMMIT").is_file():
+        return path.read_text().strip()
+    try:
+        git = ["git", "-C", str(HERE), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+        return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip() or None
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def describe(server: Sequence[str], base_url: str | None) -> dict[str, Any]:
+    """Under what a run is measured."""
+    card = gpu()
+    versions = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {
+        "card": card[0] if card else "none",
+        "driver": card[1] if card else None,
+        "cores": os.cpu_count(),
+        "commit": commit(),
+        "versions": versions,
+        "server": list(server) if base_url is None else base_url,
+    }
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--label", required=True, help="what is measured")
-    parser.add_argument("--workload", nargs="+", default=["16/128:1,8,64"], help="INPUT/OUTPUT:CLIENTS,CLIENTS,...")
-    parser.add_argument("--port", type=int, default=8017)
-    parser.add_argument("--results", type=Path, help="file to merge into (default: scripts/results/<device>.json)")
-    parser.add_argument("--log", type=Path, default=Path(tempfile.gettempdir()) / "jaxinfer-serve.log")
-    parser.add_argument("server", nargs=argparse.REMAINDER, help="flags of jaxinfer serve, after --")
-    args = parser.parse_args()
-    server = [flag for flag in args.server if flag != "--"]
-    results = args.results or HERE / "results" / f"{device_name()}.json"
-    with tempfile.TemporaryDirectory() as cache:
-        with running(server, args.port, cache, args.log) as cold_s:
-            print(f"ready after {cold_s:.1f} s, cold", flush=True)
-        with running(server, args.port, cache, args.log) as warm_s:
-            print(f"ready after {warm_s:.1f} s, warm", flush=True)
-            for workload in args.workload:
-                load(workload, args.port, results, args.label)
-    content = json.loads(results.read_text()) if results.exists() else {}
-    content.setdefault("start", {})[args.label] = {"cold_s": round(cold_s, 1), "warm_s": round(warm_s, 1)}
-    results.write_text(json.dumps(content, indent=1) + "\n")
+    add = parser.add_argument
+    add("--label", required=True, help="what is measured: the model, and how it is loaded")
+    add("--rows", default=ROWS, help="CLIENTSxINPUT[xOUTPUT],... in this order, or empty (default: %(default)s)")
+    add("--mixed", default=MIXED, help="STREAMSxINPUT@REQUESTS_PER_SECOND or none (default: %(default)s)")
+    add("--mixed-prompts", type=int, default=20, help="prompts that arrive in the mixed case (default: %(default)s)")
+    add("--skip-cold", action="store_true", help="start once only, with the caches that --cache-dir has")
+    add("--cache-dir", type=Path, help="folder of caches for the starts, emptied before a cold one (default: a "
+        "temporary one)")  # fmt: skip
+    add("--port", type=int, default=8017, help="that the server is told to use (default: %(default)s)")
+    add("--base-url", help="measure the server that runs here, and start none")
+    add("--model-name", help="name that requests ask for; without it they name none")
+    add("--vocab-size", type=int, default=32000, help="prompts are of ids below this (default: %(default)s)")
+    add("--client-processes", type=int, help="default: one per 32 streams, at most the cores less 4")
+    add("--time-limit-s", type=float, default=3600.0, help="seconds for everything; rows for which no time is left are "
+        "named and left out (default: %(default)s)")  # fmt: skip
+    add("--results", type=Path, help="file to merge into (default: scripts/results/<device>.json)")
+    add("--log", type=Path, default=Path(tempfile.gettempdir()) / "jaxinfer-serve.log", help="what the server prints "
+        "(default: %(default)s)")  # fmt: skip
+    add("server", nargs=argparse.REMAINDER, help="flags of jaxinfer serve, after --")
+    args = parser.parse_args(argv)
+    try:
+        args.rows, args.mixed = parse_rows(args.rows), parse_mixed(args.mixed)
+    except ValueError as error:
+        parser.error(str(error))
+    return args
 
 
-def load(workload: str, port: int, results: Path, label: str) -> None:
-    lengths, clients = workload.split(":")
-    input_len, output_len = lengths.split("/")
-    command = [sys.executable, str(HERE / "bench_serve.py"), "--base-url", f"http://127.0.0.1:{port}"]
-    command += ["--input-len", input_len, "--output-len", output_len, "-c", *clients.split(",")]
-    subprocess.run([*command, "--record", str(results), "--label", label], check=True)
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the server is ended too
+    end_s = time.monotonic() + args.time_limit_s
+    flags = [flag for flag in args.server if flag != "--"]
+    card = gpu()
+    path = args.results or HERE / "results" / f"{file_name(card[0]) if card else 'cpu'}.json"
+    results = Results(path, args.label, describe(flags, args.base_url))
+    with ExitStack() as stack:
+        url = args.base_url
+        if url is None:
+            start(stack, args, flags, results, end_s)
+            url = f"http://127.0.0.1:{args.port}"
+        return load(args, url, results, end_s)
+
+
+def start(stack: ExitStack, args: argparse.Namespace, flags: Sequence[str], results: Results, end_s: float) -> None:
+    """Starts the server, cold and warm or once, and leaves the last one running until the stack ends."""
+    cache = args.cache_dir or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    steps = cache / "steps"
+    command = server_command(flags, args.port, steps)
+    environment = {name: str(cache / folder) for name, folder in CACHES.items()}
+
+    def server() -> Any:
+        return running(command, args.port, environment, args.log, end_s - time.monotonic())
+
+    if not args.skip_cold:
+        for folder in ("steps", *CACHES.values()):
+            shutil.rmtree(cache / folder, ignore_errors=True)
+        with server() as seconds:
+            results.start(cold_s=seconds)
+            print(f"ready after {seconds:.1f} s, cold", flush=True)
+    kind = "warm" if steps.is_dir() and any(steps.iterdir()) else "cold"
+    seconds = stack.enter_context(server())
+    results.start(**{f"{kind}_s": seconds})
+    print(f"ready after {seconds:.1f} s, {kind}", flush=True)
+
+
+def server_command(flags: Sequence[str], port: int, steps: Path) -> list[str]:
+    """Of `jaxinfer serve`. steps: folder of compiled steps."""
+    own = ["--port", str(port), "--compile-cache-dir", str(steps)]
+    return [sys.executable, "-m", "jaxinfer.cli", "serve", *flags, *own]
+
+
+def load(args: argparse.Namespace, url: str, results: Results, end_s: float) -> int:
+    """Measures the rows and the mixed case; returns the exit status."""
+    planned: list[Row | Mixed] = [*args.rows, *([args.mixed] if args.mixed else [])]
+    sound, missing = True, []
+    print(HEADER)
+    for one in planned:
+        left_s = end_s - time.monotonic()
+        try:
+            row = measure(one, args, url, left_s) if left_s > 1 else None
+        except RuntimeError as error:  # the rows after it may still be measured
+            print(f"      {'x'.join(map(str, one))}: {error}", file=sys.stderr, flush=True)
+            sound = False
+            continue
+        if row is None or "out of time" in row.get("error_counts", {}) or "never sent" in row.get("error_counts", {}):
+            missing.append(one)
+            continue
+        show(row)
+        if is_sound(row):
+            results.row("mixed" if isinstance(one, Mixed) else "serve", row)
+        sound &= is_sound(row)
+    if missing:
+        names = ", ".join("x".join(map(str, one)) for one in missing)
+        print(f"not measured, as {args.time_limit_s:.0f} s were over: {names}", flush=True)
+    return 0 if sound else 1
+
+
+def measure(one: Row | Mixed, args: argparse.Namespace, url: str, left_s: float) -> dict[str, Any]:
+    """One row of results. RuntimeError where a client process failed."""
+    row = one if isinstance(one, Row) else Row(one.streams, one.input_len, 16)
+    workload = Workload(
+        base_url=url,
+        model=args.model_name,
+        input_len=row.input_len,
+        output_len=row.output_len,
+        num_prompts=row.num_prompts,
+        warmup=row.clients,
+        concurrency=row.clients,
+        request_rate=None,
+        vocab_size=args.vocab_size,
+        seed=0,
+        max_seconds=left_s,
+        extra_body={},
+    )
+    if isinstance(one, Row):
+        return run(workload, args.client_processes)
+    streams = dataclasses.replace(workload, input_len=16, output_len=512, num_prompts=None, seed=1)
+    arriving = dataclasses.replace(
+        workload, concurrency=None, request_rate=one.rate, num_prompts=args.mixed_prompts, warmup=1, start_delay_s=6.0
+    )
+    return run_mixed(streams, arriving, args.client_processes, settle_s=2.0)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -11,7 +11,17 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_serve.py"
 
 
 def bench(server, *args):
-    command = [sys.executable, SCRIPT, "--base-url", server.url, "--vocab-size", "300", "--processes", "2", *args]
+    command = [
+        sys.executable,
+        SCRIPT,
+        "--base-url",
+        server.url,
+        "--vocab-size",
+        "300",
+        "--client-processes",
+        "2",
+        *args,
+    ]
     return subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=60)
 
 
@@ -63,3 +73,33 @@ def test_bench_is_cut_when_its_time_is_over(server, engine):
     engine.gate.set()
     assert done.returncode == 1
     assert "out of time" in done.stderr
+
+
+def test_bench_says_how_streams_fare_before_prompts_come_and_beside_them(server, engine):
+    engine.step_s = 0.01
+    mixed = ("--mixed-streams", 2, "--mixed-input-len", 4, "--mixed-output-len", 20)
+    times = ("--mixed-settle-seconds", 0.1, "--mixed-alone-seconds", 0.4)
+    arriving = ("--input-len", 30, "--output-len", 2, "--num-prompts", 6, "--request-rate", 20)
+    (row,) = rows_of(bench(server, *arriving, *mixed, *times))
+    assert (row["input_len"], row["completed"], row["failed"]) == (30, 6, 0)
+    background = row["background"]
+    assert (background["streams"], background["failed"], background["output_len"]) == (2, 0, 20)
+    for when in ("alone", "mixed"):
+        assert 10 <= background[when]["median_itl_ms"] <= background[when]["max_itl_ms"]
+        assert background[when]["events"] > 0
+    assert 0.35 < background["alone"]["seconds"] < 1
+
+
+def test_bench_refuses_answers_of_another_length(server):
+    done = bench(server, "--input-len", 4, "--output-len", 100, "--num-prompts", 2, "--warmup", 0)  # of 64 at most
+    assert done.returncode == 1
+    assert "2 requests have other lengths than 4 in and 100 out" in done.stderr
+
+
+def test_bench_saves_what_vllm_bench_serve_would(server, tmp_path):
+    path = tmp_path / "result.json"
+    args = ("--input-len", 4, "--output-len", 5, "--num-prompts", 3, "--save-result", path, "--save-detailed")
+    rows_of(bench(server, *args))
+    saved = json.loads(path.read_text())
+    assert (saved["completed"], saved["output_lens"], saved["errors"]) == (3, [5, 5, 5], ["", "", ""])
+    assert [len(gaps) for gaps in saved["itls"]] == [4, 4, 4]
