@@ -21,7 +21,7 @@ from checkpoints.resolve import Checkpoint, resolve
 from checkpoints.source import CheckpointError
 from jaxinfer.config import ConfigError, EngineConfig, SchedulerLimits
 from jaxinfer.engine.engine import Engine
-from jaxinfer.engine.process import engine_main
+from jaxinfer.engine.loop import engine_main
 from jaxinfer.models import registry
 from jaxinfer.models.model import Model, ModelError
 from jaxinfer.params import Params, num_bytes, random_params
@@ -300,10 +300,10 @@ def engine_command(config: EngineConfig, *, show_progress: bool) -> list[str]:
     return [sys.executable, "-m", __name__, msgspec.json.encode(config).decode(), str(int(show_progress))]
 
 
-def main(config_json: str, show_progress: str, fd: str) -> None:
+def main(config_json: str, show_progress: str, fds: str) -> None:
     """The engine's process; see `engine_command`."""
     config = msgspec.json.decode(config_json, type=EngineConfig)
-    engine_main(int(fd), lambda: build_engine(config, show_progress=bool(int(show_progress))), REFUSALS)
+    engine_main(fds, lambda: build_engine(config, show_progress=bool(int(show_progress))), REFUSALS)
 
 
 if __name__ == "__main__":

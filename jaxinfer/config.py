@@ -11,6 +11,8 @@ LOAD_FORMATS = ("auto", "dummy")
 DEFAULT_MODEL = "smollm2-135m"
 MAX_COUNT = 2**30
 """Most of anything that is counted: devices count in 32 bits."""
+MAX_FRONT_ENDS = 64
+"""Most front-end processes of a server."""
 
 
 class ConfigError(ValueError):
@@ -113,7 +115,17 @@ class ServerConfig:
     """Jinja template in place of the model's own."""
     chat_template_kwargs: Mapping[str, object] = dataclasses.field(default_factory=dict)
     """Passed to every rendering; a request's own override them."""
+    api_server_count: int | None = None
+    """Front-end processes that read HTTP and write streams, behind one port. Each loads the tokenizer.
+
+    None: 1 where the process may use fewer than 8 cores, 2 from 8 on, 4 from 16 on. With 1, HTTP is served in the
+    process that was started."""
 
     def __post_init__(self) -> None:
+        count = self.api_server_count
+        _check(
+            count is None or 1 <= count <= MAX_FRONT_ENDS,
+            f"api_server_count is {count}; it must be from 1 to {MAX_FRONT_ENDS}",
+        )
         _check(0 <= self.port < 65536, f"port is {self.port}; it must be from 0 to 65535")
         _check(bool(self.host), "host is empty; 127.0.0.1 serves this machine alone, 0.0.0.0 every interface")

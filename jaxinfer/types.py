@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import numbers
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 MAX_LOGPROBS = 20
@@ -267,8 +267,24 @@ class EngineStats:
     compilations_after_ready: int = 0
 
 
+class EventReceiver(Protocol):
+    """Takes what the engine does for one request, in the event loop, and returns at once."""
+
+    def push(self, event: TokenEvent) -> None:
+        """Takes the next event; after one with a finish reason there is none."""
+        ...
+
+    def fail(self, error: Exception) -> None:
+        """There will be no more events: the engine stopped (EngineDead), or `push` raised `error`."""
+        ...
+
+
 class EngineHandle(Protocol):
-    """What the front end talks to: the engine in this process or in its own."""
+    """What the front end talks to: the engine in this process or in its own.
+
+    Events are pushed rather than awaited: a front end streams tens of thousands of tokens in a second, and a task that
+    is woken for each costs more than all that is done with it.
+    """
 
     @property
     def info(self) -> EngineInfo: ...
@@ -278,11 +294,15 @@ class EngineHandle(Protocol):
         """Why the engine stopped; None while it lives."""
         ...
 
-    def generate(self, request: Request) -> AsyncIterator[TokenEvent]:
-        """Runs a request; the iterator ends after the event with a finish reason. Closing it early cancels the request.
+    def submit(self, request: Request, receiver: EventReceiver) -> None:
+        """Runs a request. Raises QueueFull, InvalidRequest or EngineDead, and then nothing runs.
 
-        Raises QueueFull before the first event, and EngineDead whenever the engine stops.
+        An engine in another process refuses by an event: see `TokenEvent.refused`.
         """
+        ...
+
+    def cancel(self, request_id: str) -> None:
+        """Ends a request without a further event. Does nothing if it has ended."""
         ...
 
     async def stats(self) -> EngineStats: ...

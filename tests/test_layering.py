@@ -42,6 +42,7 @@ MAY_IMPORT = {
         "pallas_kernels",
     ),
     "jaxinfer.engine": ("jaxinfer.types", "jaxinfer.config", "jaxinfer.scheduler", "jaxinfer.runner"),
+    "jaxinfer.frontend": ("jaxinfer.types", "jaxinfer.config", "jaxinfer.text", "jaxinfer.http", "jaxinfer.engine"),
     "jaxinfer.build": PACKAGES,  # the half of api that makes the parts
     "jaxinfer.api": PACKAGES,
     "jaxinfer.doctor": PACKAGES,  # reports on every part
@@ -58,8 +59,7 @@ JAX = {"jax", "jaxlib", "flax", "optax", "orbax", "jax_triton"}
 
 # Optional dependencies, which may be imported where they are used: (layer, module) -> why it is optional.
 INSIDE_FUNCTIONS = {
-    ("pallas_kernels", "jax_triton"): "only the extras cuda12, cuda13 and capture install it",
-    ("pallas_kernels", "triton"): "only the extras cuda12, cuda13 and capture install it",
+    ("pallas_kernels", "a module that is computed"): "a GPU's routes need packages that only its extras install",
     ("checkpoints", "orbax"): "takes 4 s to import, and only Orbax stores need it",
     ("jaxinfer.batch", "grain"): "only batch jobs need it",
     ("jaxinfer.text", "llguidance"): "only constrained output needs it",

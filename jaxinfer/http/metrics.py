@@ -1,14 +1,19 @@
 """Prometheus metrics: what requests took, counted here, and what the engine says of itself, asked for at each scrape.
 
-Observations sit on the path of every token, so a histogram is a list of integers that is turned into Prometheus' own
-form only when scraped. Every metric has a `jaxinfer:` name and, for dashboards made for vLLM, that engine's name.
+Observations sit on the path of every token, so a histogram is a row of numbers that is turned into Prometheus' own form
+only when scraped. Where several front ends serve, their rows lie in memory that they share, and whichever is scraped
+adds them up: a scrape is of the whole server. Every metric has a `jaxinfer:` name and, for dashboards made for vLLM,
+that engine's name.
 """
 
 from __future__ import annotations
 
 import bisect
 import dataclasses
-from collections.abc import Iterator
+import mmap
+import os
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -18,6 +23,7 @@ from jaxinfer.types import EngineStats, FinishReason
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 PREFIXES = ("jaxinfer:", "vllm:")
+REASONS = tuple(FinishReason)
 
 # Upper bounds in seconds, those of vLLM, so that its dashboards' quantiles stay comparable.
 TTFT_BOUNDS = (
@@ -34,26 +40,69 @@ REQUEST_BOUNDS = (
 )
 
 
+class Counters:
+    """Counts of several front ends: a row for each, which it alone writes and all read.
+
+    Doubles, of which a processor stores one at once, so that nobody reads half of one; whole up to 2**53.
+    """
+
+    NUM_CELLS = len(FinishReason) + sum(len(bounds) + 2 for bounds in (TTFT_BOUNDS, TOKEN_BOUNDS, REQUEST_BOUNDS))
+    ROW_BYTES = NUM_CELLS * 8
+
+    def __init__(self, fd: int = -1, num_rows: int = 1, row: int = 0):
+        """fd: a file of `num_rows` rows that all front ends map; -1: memory of this process. row: the one to write."""
+        cells = memoryview(mmap.mmap(fd, num_rows * self.ROW_BYTES)).cast("d")
+        self._rows = [cells[i * self.NUM_CELLS : (i + 1) * self.NUM_CELLS] for i in range(num_rows)]
+        self._row = row
+        self._used = 0
+
+    @staticmethod
+    def make_file(num_rows: int) -> int:
+        """A file in memory, of zeros; returns its descriptor."""
+        fd = os.memfd_create("jaxinfer-counters")
+        os.ftruncate(fd, num_rows * Counters.ROW_BYTES)
+        return fd
+
+    def take(self, num_cells: int) -> Cells:
+        """The next cells of each row."""
+        start, self._used = self._used, self._used + num_cells
+        rows = [row[start : self._used] for row in self._rows]
+        return Cells(rows[self._row], rows)
+
+
+class Cells(NamedTuple):
+    """A part of the counters."""
+
+    own: memoryview[float]
+    all: Sequence[memoryview[float]]
+
+    def totals(self) -> list[float]:
+        """What all front ends counted."""
+        return [sum(column) for column in zip(*self.all, strict=True)]
+
+
 class Histogram:
     """Counts of observations by upper bound, in seconds."""
 
-    def __init__(self, bounds_s: tuple[float, ...]):
+    def __init__(self, bounds_s: tuple[float, ...], counters: Counters):
         self._bounds_s = bounds_s
-        self._counts = [0] * (len(bounds_s) + 1)
-        self._sum_s = 0.0
+        self._cells = counters.take(len(bounds_s) + 2)  # a count for each bound and for what is above, then the sum
+        self._own = self._cells.own
 
     def observe(self, value_s: float, count: int = 1) -> None:
         """Adds `count` observations of `value_s` each."""
-        self._counts[bisect.bisect_left(self._bounds_s, value_s)] += count
-        self._sum_s += value_s * count
+        own = self._own
+        own[bisect.bisect_left(self._bounds_s, value_s)] += count
+        own[-1] += value_s * count
 
     def family(self, name: str, text: str, labels: dict[str, str]) -> Metric:
-        buckets, total = [], 0
-        for bound, count in zip((*map(str, self._bounds_s), "+Inf"), self._counts, strict=True):
+        *counts, sum_s = self._cells.totals()
+        buckets, total = [], 0.0
+        for bound, count in zip((*map(str, self._bounds_s), "+Inf"), counts, strict=True):
             total += count
             buckets.append((bound, total))
         family = HistogramMetricFamily(name, text, labels=list(labels))
-        family.add_metric(list(labels.values()), buckets, self._sum_s)
+        family.add_metric(list(labels.values()), buckets, sum_s)
         return family
 
 
@@ -78,7 +127,7 @@ class SequenceTimer:
         if self.finished:
             return
         self.finished = True
-        self.metrics.finished[reason] += 1
+        self.metrics.count_finished(reason)
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
             self.metrics.whole_request.observe(now_s - self.arrival_s)
 
@@ -86,15 +135,19 @@ class SequenceTimer:
 class ServerMetrics(Collector):
     """The metrics of one server, in a registry of their own."""
 
-    def __init__(self, model: str):
+    def __init__(self, model: str, counters: Counters):
         self._labels = {"model_name": model, "engine": "0"}
         self.engine = EngineStats()  # as of the last scrape
-        self.first_token = Histogram(TTFT_BOUNDS)
-        self.between_tokens = Histogram(TOKEN_BOUNDS)
-        self.whole_request = Histogram(REQUEST_BOUNDS)
-        self.finished = dict.fromkeys(FinishReason, 0)
+        self.first_token = Histogram(TTFT_BOUNDS, counters)
+        self.between_tokens = Histogram(TOKEN_BOUNDS, counters)
+        self.whole_request = Histogram(REQUEST_BOUNDS, counters)
+        self._finished = counters.take(len(FinishReason))
         self._registry = CollectorRegistry()
         self._registry.register(self)
+
+    def count_finished(self, reason: FinishReason) -> None:
+        """Counts the end of a sequence."""
+        self._finished.own[REASONS.index(reason)] += 1
 
     def render(self) -> bytes:
         return generate_latest(self._registry)
@@ -140,7 +193,7 @@ class ServerMetrics(Collector):
         family = CounterMetricFamily(
             prefix + "request_success", "Sequences that ended, by reason.", labels=[*self._labels, "finished_reason"]
         )
-        for reason, count in self.finished.items():
+        for reason, count in zip(REASONS, self._finished.totals(), strict=True):
             family.add_metric([*self._labels.values(), reason], count)
         yield family
 

@@ -1,10 +1,13 @@
-"""Runs the server: on a socket, in the foreground or in a thread, until it is stopped or the engine is dead."""
+"""Runs the server: on a socket, in the foreground or in a thread, until it is stopped or the engine is dead.
+
+With one front end HTTP is served in this process (`in_this_process`), with several in processes of their own
+(`supervisor.py`). Both are a `Main`, which `run` and `ServerThread` run.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import ipaddress
 import logging
 import signal
@@ -16,11 +19,10 @@ from typing import Self
 
 import uvicorn
 import uvloop
-from starlette.applications import Starlette
 
 from jaxinfer.config import ConfigError
 from jaxinfer.http.protocol import Protocol
-from jaxinfer.http.server import Frontend
+from jaxinfer.http.server import App, Frontend
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +89,10 @@ class Stop:
         self.wishes += 1
 
 
+Main = Callable[[Stop, threading.Event], str | None]
+"""Serves until it is told to stop or cannot go on: returns why, or None. Sets the event once it accepts."""
+
+
 class _Server(uvicorn.Server):
     """uvicorn's server, without signal handlers of its own."""
 
@@ -95,20 +101,9 @@ class _Server(uvicorn.Server):
         yield
 
 
-async def serve(
-    app: Starlette,
-    sock: socket.socket,
-    stop: Stop,
-    *,
-    started: threading.Event | None = None,
-    grace_s: float = GRACE_S,
-    failure_grace_s: float = FAILURE_GRACE_S,
-) -> str | None:
-    """Serves `app` on `sock`, which it closes, until `stop` or until the engine is dead: returns why, or None."""
-    frontend: Frontend = app.state.frontend
-    # Only now: see `bind`. Accepted sockets inherit it, and so do not keep a restart from binding.
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    server = _Server(
+def make_server(app: App) -> uvicorn.Server:
+    """uvicorn as every front end runs it."""
+    return _Server(
         uvicorn.Config(
             app,
             loop="none",
@@ -123,23 +118,44 @@ async def serve(
             timeout_keep_alive=75,
         )
     )
+
+
+def in_this_process(
+    app: App, sock: socket.socket, *, grace_s: float = GRACE_S, failure_grace_s: float = FAILURE_GRACE_S
+) -> Main:
+    """Serves `app` on `sock`, which it closes, until it is told to stop or the engine is dead."""
+
+    def main(stop: Stop, started: threading.Event) -> str | None:
+        serving = _serve(app, sock, stop, started, grace_s, failure_grace_s)
+        return asyncio.run(serving, loop_factory=uvloop.new_event_loop)
+
+    return main
+
+
+async def _serve(
+    app: App, sock: socket.socket, stop: Stop, started: threading.Event, grace_s: float, failure_grace_s: float
+) -> str | None:
+    engine = app.frontend.engine
+    # Only now: see `bind`. Accepted sockets inherit it, and so do not keep a restart from binding.
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    server = make_server(app)
     running = asyncio.create_task(server.serve(sockets=[sock]))
     try:
-        while not stop.wishes and not running.done() and frontend.engine.failure is None:
-            if started is not None and server.started:
+        while not stop.wishes and not running.done() and engine.failure is None:
+            if server.started:
                 started.set()
             await asyncio.sleep(POLL_S)
-        failure = frontend.engine.failure
+        failure = engine.failure
         if failure is not None:
             logger.error("the engine stopped: %s", failure)
             await _wait(lambda: bool(stop.wishes), failure_grace_s)
-        await _wind_down(server, running, frontend, stop, grace_s)
+        await wind_down(server, running, app.frontend, stop, grace_s)
     finally:
         running.cancel()
     return failure
 
 
-async def _wind_down(
+async def wind_down(
     server: uvicorn.Server, running: asyncio.Task[None], frontend: Frontend, stop: Stop, grace_s: float
 ) -> None:
     """Accepts nothing new, lets requests in progress finish for `grace_s` seconds, then ends them with an error."""
@@ -162,17 +178,14 @@ async def _wait(condition: Callable[[], bool], limit_s: float) -> None:
                 await asyncio.sleep(POLL_S)
 
 
-def run(
-    app: Starlette, sock: socket.socket, *, grace_s: float = GRACE_S, failure_grace_s: float = FAILURE_GRACE_S
-) -> str | None:
+def run(main: Main) -> str | None:
     """Serves in this thread until SIGINT or SIGTERM, or until the engine is dead: returns why, or None.
 
     A second signal ends requests in progress at once. In a thread other than the main one there are no signals.
     """
     stop = Stop()
     with _signals(stop):
-        serving = serve(app, sock, stop, grace_s=grace_s, failure_grace_s=failure_grace_s)
-        return asyncio.run(serving, loop_factory=uvloop.new_event_loop)
+        return main(stop, threading.Event())
 
 
 @contextlib.contextmanager
@@ -189,25 +202,16 @@ def _signals(stop: Stop) -> Iterator[None]:
 
 
 class ServerThread:
-    """A server in a thread of its own, with its own event loop. As a context it is shut down at the end."""
+    """A server in a thread of its own. As a context it is shut down at the end."""
 
-    def __init__(
-        self,
-        app: Starlette,
-        sock: socket.socket,
-        *,
-        grace_s: float = GRACE_S,
-        failure_grace_s: float = FAILURE_GRACE_S,
-    ):
-        self.url = url_of(sock)
+    def __init__(self, url: str, main: Main):
+        self.url = url
         self.failure: str | None = None
-        """Why the engine stopped, once the server has stopped because of it."""
+        """Why the server stopped by itself, once it has: the engine is dead, or a front end."""
+        self._main = main
         self._stop = Stop()
         self._started = threading.Event()
         self._error: BaseException | None = None
-        self._serve = functools.partial(
-            serve, app, sock, self._stop, started=self._started, grace_s=grace_s, failure_grace_s=failure_grace_s
-        )
         self._thread = threading.Thread(target=self._run, name="jaxinfer-http", daemon=True)
 
     def start(self) -> Self:
@@ -220,7 +224,7 @@ class ServerThread:
 
     def _run(self) -> None:
         try:
-            self.failure = asyncio.run(self._serve(), loop_factory=uvloop.new_event_loop)
+            self.failure = self._main(self._stop, self._started)
         except BaseException as error:  # the thread that waits for it raises it
             self._error = error
         finally:

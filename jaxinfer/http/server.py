@@ -7,7 +7,7 @@ import importlib.metadata
 import logging
 import time
 import uuid
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
 from typing import Any
 
 import msgspec
@@ -21,7 +21,7 @@ from jaxinfer.config import ServerConfig
 from jaxinfer.http import openai
 from jaxinfer.http.errors import ClientGone, HttpError, Problem, problem
 from jaxinfer.http.guard import OpenRequests, Receive, Send
-from jaxinfer.http.metrics import CONTENT_TYPE, ServerMetrics
+from jaxinfer.http.metrics import CONTENT_TYPE, Counters, ServerMetrics
 from jaxinfer.http.prompts import PromptMaker
 from jaxinfer.http.streams import EventStream, Generation, stream_reply, whole_reply
 from jaxinfer.text.chat_template import ChatTemplate
@@ -37,13 +37,45 @@ INLINE_BODY_BYTES = 8192
 Scope = MutableMapping[str, Any]
 
 
+class App(Starlette):
+    """The server of one engine: the routes, and what they share."""
+
+    def __init__(self, frontend: Frontend, routes: Sequence[Route]):
+        handlers: dict[Any, Any] = {HTTPException: _refused_by_router, HttpError: _failed, Exception: _failed}
+        super().__init__(routes=routes, exception_handlers=handlers)
+        self.router.redirect_slashes = False
+        self.frontend = frontend
+        self._generate = {route.path: route.endpoint for route in routes if isinstance(route.endpoint, GenerateRoute)}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # Past Starlette's two wrappers around `send`, which every token would go through.
+        generate = self._generate.get(scope.get("path", ""))
+        if generate is not None and scope["method"] == "POST":
+            await generate(scope, receive, send)
+        else:
+            await super().__call__(scope, receive, send)
+
+
 def create_app(
-    engine: EngineHandle, tokenizer: Tokenizer | None, chat_template: ChatTemplate | None, config: ServerConfig
-) -> Starlette:
-    """The server of one engine. Without a tokenizer it takes and counts token ids only, and has no chat."""
-    frontend = Frontend(engine, PromptMaker(engine, tokenizer, chat_template, config))
-    app = Starlette(
-        routes=[
+    engine: EngineHandle,
+    tokenizer: Tokenizer | None,
+    chat_template: ChatTemplate | None,
+    config: ServerConfig,
+    *,
+    counters: Counters | None = None,
+    created_s: int | None = None,
+) -> App:
+    """The server of one engine. Without a tokenizer it takes and counts token ids only, and has no chat.
+
+    counters, created_s: what several front ends of one server share: see `Counters`, and the time that /v1/models
+    reports, in seconds since the epoch. None: it is the only one.
+    """
+    prompts = PromptMaker(engine, tokenizer, chat_template, config)
+    metrics = ServerMetrics(prompts.model_names[0], counters or Counters())
+    frontend = Frontend(engine, prompts, metrics, int(time.time()) if created_s is None else created_s)
+    return App(
+        frontend,
+        [
             Route("/v1/completions", GenerateRoute(frontend, openai.CompletionRequest), methods=["POST"]),
             Route("/v1/chat/completions", GenerateRoute(frontend, openai.ChatRequest), methods=["POST"]),
             Route("/v1/models", frontend.list_models),
@@ -53,22 +85,18 @@ def create_app(
             Route("/version", frontend.version),
             Route("/metrics", frontend.show_metrics),
         ],
-        exception_handlers={HTTPException: _refused_by_router, HttpError: _failed, Exception: _failed},
     )
-    app.router.redirect_slashes = False
-    app.state.frontend = frontend
-    return app
 
 
 class Frontend:
     """What the routes share."""
 
-    def __init__(self, engine: EngineHandle, prompts: PromptMaker):
+    def __init__(self, engine: EngineHandle, prompts: PromptMaker, metrics: ServerMetrics, created_s: int):
         self.engine = engine
         self.prompts = prompts
-        self.metrics = ServerMetrics(prompts.model_names[0])
+        self.metrics = metrics
         self.open_requests = OpenRequests()
-        self._created = int(time.time())
+        self._created_s = created_s
         self._version = _installed_version()
 
     async def list_models(self, request: HttpRequest) -> Response:
@@ -83,7 +111,7 @@ class Frontend:
         return {
             "id": name,
             "object": "model",
-            "created": self._created,
+            "created": self._created_s,
             "owned_by": "jaxinfer",
             "root": info.model,
             "parent": None,

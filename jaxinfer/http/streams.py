@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from jaxinfer.http.errors import Problem, RequestFailed
@@ -59,50 +59,91 @@ class Generation:
 
 
 class Sink(Protocol):
-    """Takes what a choice produces. `delta` is None where a step of the engine gave nothing to show."""
+    """Takes what a choice produces, and returns at once. `delta` is None where a step gave nothing to show."""
 
-    async def emit(self, delta: OutputDelta | None) -> None: ...
+    def emit(self, delta: OutputDelta | None) -> None: ...
+
+
+class _Run:
+    """One choice on its way through the engine: an EventReceiver. Its `end` is called once, when it has ended."""
+
+    def __init__(self, engine: EngineHandle, choice: Choice, sink: Sink, end: Callable[[Exception | None], None]):
+        self._engine = engine
+        self._request = choice.request
+        self._output = choice.output
+        self._timer = choice.timer
+        self._sink = sink
+        self._end = end
+
+    def start(self) -> None:
+        if self._request is not None:
+            return self._engine.submit(self._request, self)
+        self._sink.emit(OutputDelta(finish_reason=FinishReason.LENGTH))
+        self._timer.finish(FinishReason.LENGTH, time.monotonic())
+        self._end(None)
+
+    def push(self, event: TokenEvent) -> None:
+        now_s = time.monotonic()
+        if event.token_ids:
+            self._timer.tokens(len(event.token_ids), now_s)
+        if event.finish_reason is FinishReason.ERROR:
+            return self.fail(_failure(event))
+        delta = self._output.push(event)
+        if delta is None or delta.finish_reason is None:
+            return self._sink.emit(delta)
+        self._timer.finish(FinishReason(delta.finish_reason), now_s)
+        if event.finish_reason is None:  # a stop string ends the output while the engine still runs
+            self.cancel()
+        self._sink.emit(delta)
+        self._end(None)
+
+    def fail(self, error: Exception) -> None:
+        self._timer.finish(FinishReason.ERROR, time.monotonic())
+        self._end(error)
+
+    def cancel(self) -> None:
+        """Does nothing if it has ended."""
+        self._timer.finish(FinishReason.ABORT, time.monotonic())
+        if self._request is not None:
+            self._engine.cancel(self._request.request_id)
 
 
 async def run_choices(engine: EngineHandle, choices: Sequence[Choice], sinks: Sequence[Sink]) -> None:
-    """Runs every choice to its end. The first that fails cancels the rest, and its error is raised."""
-    if len(choices) == 1:
-        return await _run_choice(engine, choices[0], sinks[0])
-    try:
-        async with asyncio.TaskGroup() as group:
-            for choice, sink in zip(choices, sinks, strict=True):
-                group.create_task(_run_choice(engine, choice, sink))
-    except ExceptionGroup as errors:
-        raise errors.exceptions[0] from None
+    """Runs every choice to its end. The first that fails cancels the rest, and its error is raised.
 
+    No task waits for a token: the engine's events go straight to the sinks, and only the end of all wakes this one.
+    """
+    all_ended = asyncio.get_running_loop().create_future()
+    num_left = len(choices)
 
-async def _run_choice(engine: EngineHandle, choice: Choice, sink: Sink) -> None:
-    timer = choice.timer
-    if choice.request is None:
-        await sink.emit(OutputDelta(text="", token_ids=(), logprobs=None, finish_reason=FinishReason.LENGTH))
-        return timer.finish(FinishReason.LENGTH, time.monotonic())
-    events = engine.generate(choice.request)
+    def end(error: Exception | None) -> None:
+        nonlocal num_left
+        num_left -= 1
+        if error is not None:
+            cancel_all()  # before another one's event can start a reply whose status is to be that of the error
+        if all_ended.done():
+            return
+        if error is not None:
+            all_ended.set_exception(error)
+        elif num_left == 0:
+            all_ended.set_result(None)
+
+    runs = [_Run(engine, choice, sink, end) for choice, sink in zip(choices, sinks, strict=True)]
+
+    def cancel_all() -> None:
+        for run in runs:
+            run.cancel()
+
     try:
-        async for event in events:
-            now_s = time.monotonic()
-            if event.token_ids:
-                timer.tokens(len(event.token_ids), now_s)
-            if event.finish_reason is FinishReason.ERROR:
-                raise _failure(event)
-            delta = choice.output.push(event)
-            if delta is not None and delta.finish_reason is not None:
-                timer.finish(FinishReason(delta.finish_reason), now_s)
-                # A stop string ends the output while the engine still runs, and a slow client must not keep it running.
-                await _close(events)
-                return await sink.emit(delta)
-            await sink.emit(delta)
-        raise RequestFailed("the engine ended the request without a finish reason")
-    except Exception:
-        timer.finish(FinishReason.ERROR, time.monotonic())
-        raise
+        for run in runs:
+            try:
+                run.start()
+            except Exception as error:
+                run.fail(error)
+                break
+        await all_ended
     finally:
-        timer.finish(FinishReason.ABORT, time.monotonic())  # does nothing where the choice has ended
-        await _close(events)
+        cancel_all()
 
 
 def _failure(event: TokenEvent) -> Exception:
@@ -110,31 +151,50 @@ def _failure(event: TokenEvent) -> Exception:
     return QueueFull(message) if event.refused else RequestFailed(f"the engine failed the request: {message}")
 
 
-async def _close(events: AsyncIterator[TokenEvent]) -> None:
-    close = getattr(events, "aclose", None)
-    if close is not None:
-        await close()
-
-
 class EventStream:
-    """A reply as server-sent events. Nothing is sent before the first: a failure until then has its own status."""
+    """A reply as server-sent events. Nothing is sent before the first: a failure until then has its own status.
+
+    `write` returns at once. What the connection does not take is kept, which is bounded by what the request may still
+    produce, and goes out in one piece once the client has read enough.
+    """
 
     def __init__(self, send: Send):
         self._send = send
-        self._starting = asyncio.Lock()
+        self._loop = asyncio.get_running_loop()
+        self._sending: asyncio.Task[None] | None = None
+        self._kept = bytearray()
         self.started = False
 
-    async def write(self, data: bytes) -> None:
+    def write(self, data: bytes) -> None:
         """Sends events; the first call sends the response head too. Empty `data` sends nothing else."""
+        if self._sending is not None:
+            self._kept += data
+            return
+        # Run at once, up to where it has to wait for the client: a token then costs no turn of the event loop.
+        task = asyncio.Task(self._send_events(data), loop=self._loop, eager_start=True)
+        if task.done():
+            return task.result()
+        self._sending = task
+        task.add_done_callback(self._send_kept)
+
+    async def _send_events(self, data: bytes) -> None:
         if not self.started:
-            async with self._starting:
-                if not self.started:
-                    await self._send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
-                    self.started = True
+            await self._send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
+            self.started = True
         if data:
             await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
+    def _send_kept(self, sent: asyncio.Task[None]) -> None:
+        self._sending = None
+        data = bytes(self._kept)
+        self._kept.clear()
+        if data and not sent.cancelled():
+            self.write(data)
+
     async def end(self, data: bytes = b"") -> None:
+        """Sends the last events and DONE, after all that was kept."""
+        while self._sending is not None:
+            await self._sending
         await self._send({"type": "http.response.body", "body": data + DONE, "more_body": False})
 
     async def fail(self, problem: Problem) -> None:
@@ -152,12 +212,13 @@ class _ChoiceStream:
         self._start = self._encoder.role if generation.head.chat else b""
         self._echo = choice.echo
 
-    async def emit(self, delta: OutputDelta | None) -> None:
+    def emit(self, delta: OutputDelta | None) -> None:
         if self._start or self._echo:
             data = self._first(delta)
         else:
             data = self._event(delta.text, delta) if delta is not None else b""
-        await self._stream.write(data)
+        if data or not self._stream.started:
+            self._stream.write(data)
 
     def _first(self, delta: OutputDelta | None) -> bytes:
         data, self._start = self._start, b""
@@ -180,7 +241,7 @@ class _WholeSink:
     def __init__(self, whole: WholeChoice):
         self._whole = whole
 
-    async def emit(self, delta: OutputDelta | None) -> None:
+    def emit(self, delta: OutputDelta | None) -> None:
         if delta is not None:
             self._whole.add(delta)
 

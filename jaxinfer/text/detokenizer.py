@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from jaxinfer.text.tokenizer import Tokenizer
 
@@ -23,16 +23,24 @@ class Detokenizer:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._strip = tokenizer.decoder.strip_count
         self._first = True
+        self._settled = False
+        """Nothing waits, and nothing is stripped: a token's text is then what it is anywhere."""
         self._follow(prompt_ids)
 
-    def push(self, token_ids: Iterable[int]) -> str:
+    def push(self, token_ids: Sequence[int]) -> str:
         """The text that these tokens complete."""
+        if self._settled and len(token_ids) == 1:
+            whole = self._tokenizer.whole_text(token_ids[0])
+            if whole is not None:
+                return whole
         text = bytearray()
         for id in token_ids:
             if self._tokenizer.shows(id, skip_special_tokens=self._skip):
                 text += self._tokenizer.first_token_bytes(id) if self._first else self._tokenizer.token_bytes(id)
                 self._first = False
-        return self._strip_start(self._utf8.decode(bytes(text)))
+        shown = self._strip_start(self._utf8.decode(bytes(text)))
+        self._settled = not (self._first or self._strip or self._utf8.getstate()[0])
+        return shown
 
     def flush(self) -> str:
         """What still waits, at the end of the output: U+FFFD for an unfinished character."""

@@ -38,9 +38,11 @@ class OutputLogprob:
     """Characters of the output before this token's own, a stop string included that is not shown in the end."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class OutputDelta:
-    """What is new. Joined over an output: all its text, and every counted token exactly once."""
+class OutputDelta(NamedTuple):
+    """What is new. Joined over an output: all its text, and every counted token exactly once.
+
+    A NamedTuple, as one is made for every token: a frozen dataclass takes several times as long to make.
+    """
 
     text: str = ""
     token_ids: tuple[int, ...] = ()
@@ -73,6 +75,7 @@ class OutputStream:
             self._detokenizer = Detokenizer(tokenizer, prompt_ids, skip_special_tokens=sampling.skip_special_tokens)
         self._matcher = StopMatcher(sampling.stop, include=sampling.include_stop_str_in_output)
         self._special_stops = special_stops(sampling.stop, tokenizer)
+        self._is_plain = not sampling.stop and sampling.logprobs is None
         self._waiting: list[_Token] = []  # taken while a stop string that was complete could still lose to another
         self._num_tokens = 0
         self._num_chars = 0
@@ -92,6 +95,8 @@ class OutputStream:
         """What the event adds for the client; None if nothing does."""
         if self._finished:
             return None
+        if self._is_plain and event.finish_reason is None:
+            return self._pass(event.token_ids)
         text: list[str] = []
         tokens: list[_Token] = []
         for i, id in enumerate(event.token_ids):
@@ -105,6 +110,13 @@ class OutputStream:
         if not tokens and not any(text):
             return None
         return self._delta(text, tokens)
+
+    def _pass(self, ids: Sequence[int]) -> OutputDelta | None:
+        """Tokens of an output of which nothing is withheld: nearly every event."""
+        if not ids:
+            return None
+        self._num_tokens += len(ids)
+        return OutputDelta("" if self._detokenizer is None else self._detokenizer.push(ids), tuple(ids))
 
     def _take(self, id: int, logprobs: TokenLogprobs | None, ends: bool, text: list[str], tokens: list[_Token]) -> None:
         """Takes one token; what it releases is appended to `text` and `tokens`."""
@@ -157,7 +169,7 @@ class OutputStream:
     ) -> OutputDelta:
         self._finished = True
         delta = self._delta(text, tokens)
-        return dataclasses.replace(delta, finish_reason=reason, stop_reason=stop_reason)
+        return delta._replace(finish_reason=reason, stop_reason=stop_reason)
 
     def _delta(self, text: list[str], tokens: list[_Token]) -> OutputDelta:
         logprobs = None

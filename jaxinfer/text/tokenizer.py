@@ -45,6 +45,7 @@ class Tokenizer:
         self._added = {token.content: id for id, token in added.items()}
         self._special = frozenset(id for id, token in added.items() if token.special)
         self._bytes: dict[int, bytes] = {}
+        self._whole_texts: dict[int, str | None] = {}
         self.vocab_size: int = max(self._library.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         """The highest id with a text, plus one. A model may have more rows."""
         self.bos_id: int | None = self._id_of(token_string(tokenizer_config.get("bos_token")))
@@ -99,6 +100,21 @@ class Tokenizer:
             piece = self._piece(id)
             known = self._bytes[id] = b"" if piece is None else self._pieces.to_bytes(piece)
         return known
+
+    def whole_text(self, id: int) -> str | None:
+        """The text that one token adds after others, whatever they are. None: it has none of its own.
+
+        That is a special token, which may be left out, and part of a UTF-8 sequence.
+        """
+        try:
+            return self._whole_texts[id]
+        except KeyError:
+            try:
+                text = None if id in self._special else self.token_bytes(id).decode()
+            except UnicodeDecodeError:
+                text = None
+            self._whole_texts[id] = text
+            return text
 
     def first_token_bytes(self, id: int) -> bytes:
         """As `token_bytes`, for the first token of a text, where Metaspace decoders drop the space mark."""

@@ -267,9 +267,7 @@ def test_backend_that_jax_cannot_start_is_named_on_stderr_without_a_traceback(st
 
 
 def test_fault_while_the_engine_is_built_is_the_reason_and_shows_where(capfd):
-    program = (
-        "import sys; from jaxinfer.engine.process import engine_main; engine_main(int(sys.argv[1]), lambda: {}[7])"
-    )
+    program = "import sys; from jaxinfer.engine.loop import engine_main; engine_main(sys.argv[1], lambda: {}[7])"
     with pytest.raises(EngineDead, match="^KeyError: 7$"):
         EngineProcess([sys.executable, "-c", program])
     assert "Traceback" in capfd.readouterr().err

@@ -14,7 +14,7 @@ from jaxinfer.types import EngineDead, FinishReason, InvalidRequest, Request
 
 PROGRAM = """
 import sys
-from jaxinfer.engine.process import engine_main
+from jaxinfer.engine.loop import engine_main
 from jaxinfer.types import EngineInfo, EngineStats, FinishReason, TokenEvent
 
 class Echo:
@@ -37,29 +37,72 @@ class Echo:
     def stats(self):
         return EngineStats(num_running=len(self.requests))
 
-engine_main(int(sys.argv[1]), Echo)
+engine_main(sys.argv[1], Echo)
 """
 ENDLESS = 10**6  # max_tokens of a request that the engine never ends
+COMMAND = [sys.executable, "-c", PROGRAM]
 
 
 @pytest.fixture
-def engine():
-    engine = EngineProcess([sys.executable, "-c", PROGRAM])
-    yield engine
-    engine.close()
+def start():
+    """Starts the engine's process for a number of front ends."""
+    started = []
+
+    def start(num_front_ends=1):
+        started.append(EngineProcess(COMMAND, num_front_ends))
+        return started[-1]
+
+    yield start
+    for engine in started:
+        engine.close()
+
+
+@pytest.fixture
+def process_and_client(start):
+    process = start()
+    return process, process.client()
 
 
 def request(name, *, num_prompt=3, max_tokens=1):
     return Request(request_id=name, prompt_ids=(7,) * num_prompt, max_tokens=max_tokens)
 
 
+class Events:
+    """A receiver whose events can be awaited."""
+
+    def __init__(self):
+        self.queue = asyncio.Queue()
+
+    def push(self, event):
+        self.queue.put_nowait(event)
+
+    def fail(self, error):
+        self.queue.put_nowait(error)
+
+    async def all(self):
+        events = []
+        while not events or events[-1].finish_reason is None:
+            event = await self.queue.get()
+            if isinstance(event, Exception):
+                raise event
+            events.append(event)
+        return events
+
+
 async def run(engine, request):
-    return [event async for event in engine.generate(request)]
+    events = Events()
+    engine.submit(request, events)
+    try:
+        return await events.all()
+    finally:
+        engine.cancel(request.request_id)
 
 
-def test_engine_that_stands_still_does_not_stop_the_event_loop_and_then_answers_all(engine):
+def test_engine_that_stands_still_does_not_stop_the_event_loop_and_then_answers_all(process_and_client):
+    owner, engine = process_and_client
+
     async def main():
-        os.kill(engine.pid, signal.SIGSTOP)
+        os.kill(owner.pid, signal.SIGSTOP)
         try:
             start_s = time.monotonic()
             # 5 MB: many times what a socket holds.
@@ -70,7 +113,7 @@ def test_engine_that_stands_still_does_not_stop_the_event_loop_and_then_answers_
             assert time.monotonic() - start_s < 5
             assert not any(task.done() for task in runs)
         finally:
-            os.kill(engine.pid, signal.SIGCONT)
+            os.kill(owner.pid, signal.SIGCONT)
         for (event,) in await asyncio.wait_for(asyncio.gather(*runs), 30):
             assert tuple(event.token_ids) == (7, 7, 7) and event.finish_reason is FinishReason.LENGTH
         assert (await engine.stats()).num_running == 0
@@ -78,21 +121,24 @@ def test_engine_that_stands_still_does_not_stop_the_event_loop_and_then_answers_
     asyncio.run(main())
 
 
-def test_engine_that_stands_still_is_ended_at_close_and_its_streams_are_told(engine, monkeypatch):
+def test_engine_that_stands_still_is_ended_at_close_and_its_streams_are_told(process_and_client, monkeypatch):
+    owner, engine = process_and_client
     monkeypatch.setattr(process, "CLOSE_TIMEOUT_S", 0.3)
 
     async def main():
-        os.kill(engine.pid, signal.SIGSTOP)
+        os.kill(owner.pid, signal.SIGSTOP)
         runs = [asyncio.create_task(run(engine, request(str(i), num_prompt=100_000))) for i in range(50)]
         await asyncio.sleep(0.1)
-        await asyncio.wait_for(asyncio.to_thread(engine.close), 5)
+        await asyncio.wait_for(asyncio.to_thread(owner.close), 5)
         for error in await asyncio.wait_for(asyncio.gather(*runs, return_exceptions=True), 5):
             assert isinstance(error, EngineDead)
 
     asyncio.run(main())
 
 
-def test_second_request_of_one_id_is_refused_and_the_first_goes_on(engine):
+def test_second_request_of_one_id_is_refused_and_the_first_goes_on(process_and_client):
+    _, engine = process_and_client
+
     async def main():
         first = asyncio.create_task(run(engine, request("a", max_tokens=ENDLESS)))
         await asyncio.sleep(0.05)
@@ -104,5 +150,97 @@ def test_second_request_of_one_id_is_refused_and_the_first_goes_on(engine):
         await asyncio.gather(first, return_exceptions=True)
         assert (await engine.stats()).num_running == 0
         assert len(await run(engine, request("a"))) == 1
+
+    asyncio.run(main())
+
+
+def test_events_of_a_request_go_to_its_front_end_alone_even_under_one_id(start):
+    process = start(2)
+    clients = [process.client(), process.client()]
+
+    async def main():
+        first = asyncio.create_task(run(clients[0], request("a", max_tokens=ENDLESS)))
+        await asyncio.sleep(0.05)
+        (refused,) = await run(clients[1], request("a"))
+        assert refused.finish_reason is FinishReason.ERROR and "'a' is unfinished" in refused.error
+        (event,) = await run(clients[1], request("b", num_prompt=1))
+        assert tuple(event.token_ids) == (7,) and event.request_id == "b"
+        assert not first.done()
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        for client in clients:
+            assert (await client.stats()).num_running == 0
+
+    asyncio.run(main())
+
+
+def test_front_end_that_is_gone_takes_its_requests_and_no_others(start):
+    process = start(2)
+    leaves, stays = process.client(), process.client()
+
+    async def main():
+        runs = [asyncio.create_task(run(leaves, request(str(i), max_tokens=ENDLESS))) for i in range(3)]
+        kept = asyncio.create_task(run(stays, request("kept", max_tokens=ENDLESS)))
+        await asyncio.sleep(0.05)
+        assert (await stays.stats()).num_running == 4
+        leaves.close()
+        while (await stays.stats()).num_running != 1:
+            await asyncio.sleep(0.005)
+        assert not kept.done() and len(await run(stays, request("new"))) == 1
+        for task in [*runs, kept]:
+            task.cancel()
+        await asyncio.gather(*runs, kept, return_exceptions=True)
+
+    asyncio.run(main())
+
+
+def test_front_end_that_reads_nothing_does_not_hold_up_the_engine_and_gets_all_later(start):
+    process = start(2)
+    (slow, quick) = (process.client(), process.client())
+
+    async def main():
+        receivers = [Events() for _ in range(20_000)]  # 1 MB of events: more than a socket holds
+        for i, receiver in enumerate(receivers):
+            slow.submit(request(str(i)), receiver)
+        asyncio.get_running_loop().remove_reader(slow._channel.fileno())
+        for i in range(100):
+            assert len(await asyncio.wait_for(run(quick, request(f"q{i}")), 5)) == 1
+        asyncio.get_running_loop().add_reader(slow._channel.fileno(), slow._read)
+        for receiver in receivers:
+            assert len(await asyncio.wait_for(receiver.all(), 10)) == 1
+
+    asyncio.run(main())
+
+
+def test_fault_in_one_stream_ends_it_alone(process_and_client):
+    _, engine = process_and_client
+
+    class Broken(Events):
+        def push(self, event):
+            raise ZeroDivisionError(event.request_id)
+
+    async def main():
+        broken = Broken()
+        engine.submit(request("broken"), broken)
+        assert len(await run(engine, request("whole"))) == 1
+        with pytest.raises(ZeroDivisionError, match="broken"):
+            await broken.all()
+
+    asyncio.run(main())
+
+
+def test_end_of_the_owner_ends_the_engine_with_all_its_front_ends(start):
+    process = start(2)
+    clients = [process.client(), process.client()]
+
+    async def main():
+        runs = [
+            asyncio.create_task(run(client, request("a" * (i + 1), max_tokens=ENDLESS)))
+            for i, client in enumerate(clients)
+        ]
+        await asyncio.sleep(0.05)
+        await asyncio.to_thread(process.close)
+        for error in await asyncio.wait_for(asyncio.gather(*runs, return_exceptions=True), 5):
+            assert isinstance(error, EngineDead) and str(error) == "the engine was shut down (exit code 0)"
 
     asyncio.run(main())

@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from jaxinfer.config import ServerConfig
-from jaxinfer.http.run import ServerThread, bind
+from jaxinfer.http.run import ServerThread, bind, in_this_process, url_of
 from jaxinfer.http.server import create_app
 from jaxinfer.text.chat_template import ChatTemplate
 from tests.http.fake_engine import FakeEngine
@@ -25,7 +25,8 @@ class Server:
         self.engine = engine
         self.tokenizer = tokenizer
         self.app = create_app(engine, tokenizer, template, config)
-        self.thread = ServerThread(self.app, bind("127.0.0.1", 0), **limits).start()
+        sock = bind("127.0.0.1", 0)
+        self.thread = ServerThread(url_of(sock), in_this_process(self.app, sock, **limits)).start()
         self.url = self.thread.url
         self.http = httpx.Client(base_url=self.url, timeout=10)
         self.openai = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=10)
@@ -37,7 +38,7 @@ class Server:
 
     @property
     def frontend(self):
-        return self.app.state.frontend
+        return self.app.frontend
 
     def complete(self, **body):
         return self.http.post("/v1/completions", json={"prompt": "Hello", "temperature": 0} | body)

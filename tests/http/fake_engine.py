@@ -28,7 +28,7 @@ class FakeEngine:
     empty_first_event: bool = False
     end_with_eos: bool = False
     refuse: bool = False
-    """generate() raises QueueFull."""
+    """submit() raises QueueFull."""
     refuse_by_event: bool = False
     fail_after: int | None = None
     """Tokens after which the request fails."""
@@ -41,6 +41,7 @@ class FakeEngine:
     requests: list = field(default_factory=list)
     cancelled: list = field(default_factory=list)
     running: set = field(default_factory=set)
+    tasks: dict = field(default_factory=dict)
     gate: threading.Event = field(default_factory=threading.Event)
     """Closed: nothing is generated yet."""
     num_prompt_tokens: int = 0
@@ -69,21 +70,33 @@ class FakeEngine:
         while True:
             yield from ids
 
-    async def generate(self, request):
+    def submit(self, request, receiver):
         self._admit(request)
-        ended = False
+        self.tasks[request.request_id] = asyncio.create_task(self._run(request, receiver))
+
+    def cancel(self, request_id):
+        if task := self.tasks.pop(request_id, None):
+            self.cancelled.append(request_id)
+            self.running.discard(request_id)
+            task.cancel()
+
+    async def _run(self, request, receiver):
+        try:
+            async for event in self._generate(request):
+                if event.finish_reason is not None:
+                    self.tasks.pop(request.request_id, None)  # its receiver may cancel what has ended
+                receiver.push(event)
+        except EngineDead as error:
+            receiver.fail(error)
+
+    async def _generate(self, request):
         try:
             while not self.gate.is_set():
                 await asyncio.sleep(0.002)
             if self.empty_first_event:
                 yield TokenEvent(request_id=request.request_id)
             async for event in self._events(request):
-                ended = event.finish_reason is not None
                 yield event
-        except BaseException:
-            if not ended:
-                self.cancelled.append(request.request_id)
-            raise
         finally:
             self.running.discard(request.request_id)
 

@@ -242,10 +242,10 @@ def test_failing_request_leaves_other_requests_alone(server, engine):
 
 
 def test_unforeseen_error_is_a_500_without_details(server, engine, monkeypatch, caplog):
-    def broken(_request):
+    def broken(_request, _receiver):
         raise ZeroDivisionError("secret")
 
-    monkeypatch.setattr(engine, "generate", broken)
+    monkeypatch.setattr(engine, "submit", broken)
     error = error_of(server.complete(), 500, "internal_error")
     assert "secret" not in error["message"]
     assert "secret" in caplog.text

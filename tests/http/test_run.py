@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from jaxinfer.config import ConfigError, ServerConfig
-from jaxinfer.http.run import ServerThread, bind, url_of
+from jaxinfer.http.run import ServerThread, bind, in_this_process, url_of
 from tests.http.conftest import wait_for
 
 ROOT = Path(__file__).parents[2]
@@ -166,7 +166,7 @@ def test_dead_engine_before_the_first_token_is_a_500(own_server):
 def test_thread_on_a_broken_socket_raises_what_kept_it_from_starting(own_server):
     app = own_server().app
     sock = bind("127.0.0.1", 0)
-    thread = ServerThread(app, sock)
+    thread = ServerThread(url_of(sock), in_this_process(app, sock))
     sock.close()
     with pytest.raises(OSError, match="Bad file descriptor"):
         thread.start()
@@ -175,7 +175,7 @@ def test_thread_on_a_broken_socket_raises_what_kept_it_from_starting(own_server)
 SCRIPT = """
 import sys
 from jaxinfer.config import ServerConfig
-from jaxinfer.http.run import bind, run, url_of
+from jaxinfer.http.run import bind, in_this_process, run, url_of
 from jaxinfer.http.server import create_app
 from tests.http.fake_engine import FakeEngine
 from tests.http.tiny_tokenizer import make_tokenizer
@@ -185,7 +185,8 @@ if "die" in sys.argv:
     engine.failure = "out of memory"
 sock = bind("127.0.0.1", 0)
 print(url_of(sock), flush=True)
-reason = run(create_app(engine, tokenizer, None, ServerConfig(port=0)), sock, failure_grace_s=0.1)
+app = create_app(engine, tokenizer, None, ServerConfig(port=0))
+reason = run(in_this_process(app, sock, failure_grace_s=0.1))
 assert "jax" not in sys.modules
 sys.exit(reason)
 """
