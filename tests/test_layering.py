@@ -22,6 +22,8 @@ MAY_IMPORT = {
     "jaxinfer.types": (),
     "jaxinfer.config": (),
     "jaxinfer.params": (),
+    "jaxinfer.progress": (),
+    "jaxinfer.background": (),
     "jaxinfer.text": ("jaxinfer.types",),
     "jaxinfer.scheduler": ("jaxinfer.types", "jaxinfer.config"),
     "jaxinfer.http": ("jaxinfer.types", "jaxinfer.config", "jaxinfer.text"),
@@ -60,9 +62,11 @@ JAX = {"jax", "jaxlib", "flax", "optax", "orbax", "jax_triton"}
 # Optional dependencies, which may be imported where they are used: (layer, module) -> why it is optional.
 INSIDE_FUNCTIONS = {
     ("pallas_kernels", "a module that is computed"): "a GPU's routes need packages that only its extras install",
+    ("jaxinfer.runner", "jax"): "Mosaic's half of Pallas takes 1.5 s to import, and only programs for Hopper need it",
     ("checkpoints", "orbax"): "takes 4 s to import, and only Orbax stores need it",
     ("jaxinfer.batch", "grain"): "only batch jobs need it",
     ("jaxinfer.text", "llguidance"): "only constrained output needs it",
+    ("jaxinfer.cli", "jaxinfer"): "takes 1.5 s with JAX, for which --help and wrong usage need not wait",
 }
 
 

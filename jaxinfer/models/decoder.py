@@ -13,8 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.models import layers, rope
-from jaxinfer.models.model import Attend, CacheShape, Model
+from jaxinfer.models.model import Attend, CacheShape, Model, Placement
 from jaxinfer.params import Params, ParamSpec, Source, Specs
+from pallas_kernels.kv_write.api import HeadNorms
+from pallas_kernels.linear.api import Norm, linear
 
 NO_WINDOW = 2**30
 """Window of a full-attention layer in a model whose other layers slide: longer than any context."""
@@ -53,6 +55,7 @@ def build(architecture: str, config: DecoderConfig) -> Model:
         architecture=architecture,
         specs=_specs(config),
         cache=CacheShape(config.num_layers, config.num_kv_heads, config.head_width),
+        num_heads=config.num_heads,
         vocab_rows=config.vocab_rows,
         max_model_len=config.max_model_len,
         forward=functools.partial(_forward, config),
@@ -62,7 +65,10 @@ def build(architecture: str, config: DecoderConfig) -> Model:
 
 
 def _specs(c: DecoderConfig) -> Specs:
-    """Query, key and value rows lie together per KV head, [K, G + 2, E], so that a shard of K is a whole attention."""
+    """Weights are (out, in) as published: kernels read the row of an output in one run.
+
+    Query, key and value rows lie together per KV head, [K, G + 2, E], so that a shard of K is a whole attention.
+    """
     group, width = c.group, c.head_width
     stacked = functools.partial(ParamSpec, layers=range(c.num_layers))
     attention, mlp = "model.layers.{layer}.self_attn.", "model.layers.{layer}.mlp."
@@ -99,29 +105,28 @@ def _specs(c: DecoderConfig) -> Specs:
         ),
         "attention_norm": norm("model.layers.{layer}.input_layernorm.weight", c.hidden),
         "qkv": stacked(
-            shape=(c.hidden, c.num_kv_heads, group + 2, width),
-            axes=(None, "kv_heads", None, None),
+            shape=(c.num_kv_heads, group + 2, width, c.hidden),
+            axes=("kv_heads", None, None, None),
             sources=qkv("weight", (c.hidden,)),
-            pack=lambda tensors: np.moveaxis(by_kv_head(tensors), -1, 0),
+            pack=by_kv_head,
         ),
         "out": stacked(
-            shape=(c.num_kv_heads, group, width, c.hidden),
-            axes=("kv_heads", None, None, None),
+            shape=(c.hidden, c.num_kv_heads, group, width),
+            axes=(None, "kv_heads", None, None),
             sources=(Source(attention + "o_proj.weight", (c.hidden, q_rows)),),
-            pack=lambda tensors: tensors[0].T.reshape(c.num_kv_heads, group, width, c.hidden),
+            pack=lambda tensors: tensors[0].reshape(c.hidden, c.num_kv_heads, group, width),
         ),
         "mlp_norm": norm("model.layers.{layer}.post_attention_layernorm.weight", c.hidden),
         "gate_up": stacked(
-            shape=(c.hidden, 2, c.mlp_width),
-            axes=(None, None, "mlp"),
+            shape=(2, c.mlp_width, c.hidden),
+            axes=(None, "mlp", None),
             sources=gate_up("weight", (c.hidden,)),
-            pack=lambda tensors: np.stack([t.T for t in tensors], axis=1),
+            pack=np.stack,
         ),
         "down": stacked(
-            shape=(c.mlp_width, c.hidden),
-            axes=("mlp", None),
+            shape=(c.hidden, c.mlp_width),
+            axes=(None, "mlp"),
             sources=(Source(mlp + "down_proj.weight", (c.hidden, c.mlp_width)),),
-            pack=lambda tensors: tensors[0].T,
         ),
     }
     if not c.tied_head:
@@ -150,38 +155,37 @@ def _ignored(c: DecoderConfig, name: str) -> bool:
 
 
 def _forward(
-    c: DecoderConfig, params: Params, tokens: jax.Array, positions: jax.Array, attend: Attend, tensor_axis: str | None
+    c: DecoderConfig, params: Params, tokens: jax.Array, positions: jax.Array, attend: Attend, place: Placement
 ) -> jax.Array:
-    x = layers.embed(tokens, params["embed"], tensor_axis)
-    cos, sin = rope.angles(c.rope, positions, x.dtype)
-    outside = {"embed", "final_norm", "head"}
-    per_layer = {name: value for name, value in params.items() if name not in outside}
-    indices = jnp.arange(c.num_layers, dtype=jnp.int32)
+    num_kv_heads = params["qkv"].shape[1]
+    qkv_weight = params["qkv"].reshape(c.num_layers, -1, c.hidden)
+    out_weight = params["out"].reshape(c.num_layers, c.hidden, -1)
+    qkv_bias = params["qkv_bias"].reshape(c.num_layers, -1) if c.qkv_bias else None
+    norms = HeadNorms(params["q_norm"], params["k_norm"], c.norm_eps) if c.qk_norm else None
     windows = None if c.windows is None else jnp.asarray([w or NO_WINDOW for w in c.windows], jnp.int32)
+    how = {"target": place.target, "counters": place.counters}
+    rotary = rope.angles(c.rope, positions)
 
-    def block(x: jax.Array, scanned) -> tuple[jax.Array, None]:
-        p, layer, window = scanned
-        h = layers.rms_norm(x, p["attention_norm"], c.norm_eps)
-        qkv = jnp.einsum("td,dkge->tkge", h, p["qkv"])
-        if c.qkv_bias:
-            qkv = qkv + p["qkv_bias"]
-        q, k, v = jnp.split(qkv, (c.group, c.group + 1), axis=2)  # [T, K, G | 1 | 1, E]
-        q, k, v = (a.reshape(a.shape[0], -1, c.head_width) for a in (q, k, v))
-        if c.qk_norm:
-            q = layers.rms_norm(q, p["q_norm"], c.norm_eps)
-            k = layers.rms_norm(k, p["k_norm"], c.norm_eps)
-        q, k = rope.rotate(q, cos, sin), rope.rotate(k, cos, sin)
-        a = attend(q, k, v, layer, scale=c.head_width**-0.5, window=window)
-        out = layers.psum(jnp.dot(a.reshape(a.shape[0], -1), p["out"].reshape(-1, c.hidden)), tensor_axis)
-        x = x + (out + p["out_bias"] if c.out_bias else out)
-        h = layers.rms_norm(x, p["mlp_norm"], c.norm_eps)
-        down = layers.psum(layers.swiglu(h, p["gate_up"], p["down"], p.get("gate_up_bias")), tensor_axis)
-        return x + (down + p["down_bias"] if c.mlp_bias else down), None
+    def block(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        layer, x = state
+        norm = Norm(params["attention_norm"], c.norm_eps)
+        qkv = linear(x, qkv_weight, layer, norm=norm, bias=qkv_bias, **how)
+        qkv = qkv.reshape(-1, num_kv_heads, c.group + 2, c.head_width)
+        window = None if windows is None else windows[layer]
+        a = attend(qkv, rotary, layer, norms=norms, scale=c.head_width**-0.5, window=window)
+        a = a.reshape(a.shape[0], -1)
+        x = layers.add_product(x, a, out_weight, params.get("out_bias"), layer, place)
+        norm = Norm(params["mlp_norm"], c.norm_eps)
+        gate_up, bias = params["gate_up"], params.get("gate_up_bias")
+        h = linear(x, gate_up, layer, norm=norm, bias=bias, gated=True, **how)
+        x = layers.add_product(x, h, params["down"], params.get("down_bias"), layer, place)
+        return layer + 1, x
 
-    x, _ = jax.lax.scan(block, x, (per_layer, indices, windows))
-    return x
+    # Not a scan: XLA folds a layer's slice into the product that reads it only where the loop's own counter picks it.
+    state = jnp.zeros((), jnp.int32), layers.embed(tokens, params["embed"], place.tensor_axis)
+    return jax.lax.while_loop(lambda state: state[0] < c.num_layers, block, state)[1]
 
 
-def _logits(c: DecoderConfig, params: Params, x: jax.Array, tensor_axis: str | None) -> jax.Array:
-    x = layers.rms_norm(x, params["final_norm"], c.norm_eps)
-    return layers.unembed(x, params["embed" if c.tied_head else "head"], tensor_axis)
+def _logits(c: DecoderConfig, params: Params, x: jax.Array, place: Placement) -> jax.Array:
+    table = params["embed" if c.tied_head else "head"]
+    return layers.unembed(x, Norm(params["final_norm"][None], c.norm_eps), table, place)

@@ -8,20 +8,38 @@ from typing import NamedTuple, Protocol
 import jax
 
 from jaxinfer.params import Params, Specs
+from pallas_kernels.dispatch import Target
+from pallas_kernels.kv_write.api import HeadNorms
 
 
 class ModelError(ValueError):
     """A config that no model here implements; the message lists what is wrong and what is known."""
 
 
+class Placement(NamedTuple):
+    """Where a model's functions run: what for, and on which shard of it."""
+
+    target: Target
+    tensor_axis: str | None = None  # the mesh axis that shards share; None: one device
+    counters: jax.Ref | None = None  # int32 zeros for the kernels whose programs share results; zeros between kernels
+
+
 class Attend(Protocol):
     """Attention of one layer over the sequences of the step, given by the runner.
 
-    q [T, H, E], k and v [T, K, E]; layer: int32 scalar array; window: int32 scalar array or None. Returns [T, H, E].
+    qkv [T, K, G + 2, E]: for each KV head its G query heads, then key and value, before `norms` and RoPE; rotary:
+    cosines and sines, float32 [T, E / 2] each; layer, window: int32 scalar arrays. Returns [T, K * G, E].
     """
 
     def __call__(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, layer: jax.Array, *, scale: float, window: jax.Array | None
+        self,
+        qkv: jax.Array,
+        rotary: tuple[jax.Array, jax.Array],
+        layer: jax.Array,
+        *,
+        norms: HeadNorms | None,
+        scale: float,
+        window: jax.Array | None,
     ) -> jax.Array: ...
 
 
@@ -34,16 +52,17 @@ class CacheShape(NamedTuple):
 
 
 class Model(NamedTuple):
-    """A model for one config. Functions see one device's shard; `tensor_axis` names the mesh axis that shards share."""
+    """A model for one config. Functions see one device's shard."""
 
     architecture: str
     specs: Specs
     cache: CacheShape
+    num_heads: int  # H, of all shards together
     vocab_rows: int  # V, rows of the embedding table; ids from the tokenizer's size on are padding
     max_model_len: int  # positions that the model was made for, tokens
-    forward: Callable[[Params, jax.Array, jax.Array, Attend, str | None], jax.Array]
-    """(params, tokens [T], positions [T], attend, tensor_axis) -> hidden states [T, D] before the final norm."""
-    logits: Callable[[Params, jax.Array, str | None], jax.Array]
-    """(params, hidden states [R, D], tensor_axis) -> logits [R, V] in float32."""
+    forward: Callable[[Params, jax.Array, jax.Array, Attend, Placement], jax.Array]
+    """(params, tokens [T], positions [T], attend, place) -> hidden states [T, D] before the final norm."""
+    logits: Callable[[Params, jax.Array, Placement], jax.Array]
+    """(params, hidden states [R, D], place) -> logits [R, V] in float32."""
     ignored: Callable[[str], bool]
     """Whether a checkpoint may hold a tensor of this name that the model has no use for."""

@@ -1,4 +1,4 @@
-"""Rotary position embeddings: the frequencies that a config asks for, and the half-split rotation."""
+"""Rotary position embeddings: the frequencies that a config asks for, and the angles at given positions."""
 
 from __future__ import annotations
 
@@ -78,13 +78,7 @@ def _yarn(
     return frequencies / factor * (1 - keep) + frequencies * keep, magnitude
 
 
-def angles(rope: Rope, positions: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
-    """cos and sin, [T, 1, E / 2] each, computed in float32 and cast to `dtype` as transformers does."""
-    angle = positions.astype(jnp.float32)[:, None, None] * jnp.asarray(rope.inverse_frequencies, jnp.float32)
-    return (jnp.cos(angle) * rope.magnitude).astype(dtype), (jnp.sin(angle) * rope.magnitude).astype(dtype)
-
-
-def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotates channel pairs (i, i + E / 2) of x [T, N, E]."""
-    first, second = jnp.split(x, 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+def angles(rope: Rope, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Cosines and sines, float32 [T, E / 2] each."""
+    angle = positions.astype(jnp.float32)[:, None] * jnp.asarray(rope.inverse_frequencies, jnp.float32)
+    return jnp.cos(angle) * rope.magnitude, jnp.sin(angle) * rope.magnitude

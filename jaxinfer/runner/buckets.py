@@ -17,10 +17,11 @@ class Bucket(NamedTuple):
         return f"decode {self.rows} rows" if self.decode else f"mixed {self.tokens} tokens, {self.rows} rows"
 
 
-MIXED_TOKENS = {"cpu": (16, 64, 256, 512), "gpu": (64, 256, 512, 1024, 2048, 4096, 8192)}
+MIXED_TOKENS = {"cpu": (16, 64, 256, 512), "gpu": (16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)}
 """Tokens of mixed steps by platform, cut off at the limit. Four times apart at most, so that padding stays bounded."""
-FEW_ROWS = 8
-"""Rows of the second variant of large mixed steps: a lone long prompt need not sample for every slot."""
+FEW_ROWS, FEW_ROWS_FROM = 8, 512
+"""Rows of the second variant of mixed steps from this many tokens on: a lone long prompt need not sample for every
+slot."""
 
 
 def make_buckets(platform: str, max_num_seqs: int, max_step_tokens: int) -> list[Bucket]:
@@ -30,7 +31,7 @@ def make_buckets(platform: str, max_num_seqs: int, max_step_tokens: int) -> list
     sizes = [t for t in MIXED_TOKENS[platform] if t < max_step_tokens]
     for tokens in [*sizes, max_step_tokens]:
         rows = min(tokens, max_num_seqs)
-        if platform != "cpu" and rows > FEW_ROWS:
+        if platform != "cpu" and tokens >= FEW_ROWS_FROM and rows > FEW_ROWS:
             buckets.append(Bucket(False, tokens, FEW_ROWS))
         buckets.append(Bucket(False, tokens, rows))
     return buckets

@@ -3,21 +3,46 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxinfer.models.model import Model
+from jaxinfer.models.model import Attend, Model, Placement
 from jaxinfer.params import Params
 from jaxinfer.runner import inputs, sampling
 from jaxinfer.runner.buckets import Bucket
 from jaxinfer.runner.cache import DeviceState, StateShape
 from jaxinfer.sharding import rules
+from pallas_kernels.dispatch import Target
+from pallas_kernels.kv_write.api import kv_write
 from pallas_kernels.paged_attention.api import PagedRows, paged_attention
+from pallas_kernels.paged_attention.api import plan as plan_attention
+from pallas_kernels.paged_attention.decode import decode_attention
+
+NUM_COUNTERS = 2**14
+"""More than the results that programs of one kernel share: rows times KV heads in attention, blocks of a product."""
 
 Step = Callable[[Params, DeviceState, jax.Array], DeviceState]
+
+
+def paged_attend(
+    pools: tuple[jax.Ref, jax.Ref], rows: PagedRows, place: Placement, *, num_heads: int, max_query_len: int
+) -> Attend:
+    """Attention of `num_heads` query heads over pools of [L, P, S, K, E] for the rows of a step."""
+    plan = plan_attention(rows, pools, num_heads=num_heads, max_query_len=max_query_len, target=place.target)
+
+    def attend(qkv, rotary, layer, *, norms, scale, window):
+        how = {"scale": scale, "window": window, "counters": place.counters, "target": place.target}
+        if max_query_len == 1:
+            return decode_attention(qkv, rotary, pools, layer, rows, norms=norms, **how)
+        places = rows.token_page, rows.token_position
+        q = kv_write(qkv, rotary, pools, layer, places, norms=norms, target=place.target)
+        return paged_attention(q, pools, layer, rows, max_query_len=max_query_len, plan=plan, **how)
+
+    return attend
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,7 +59,12 @@ class StepBuilder:
     @property
     def platform(self) -> str:
         """What the devices are: "cpu" or "gpu"."""
-        return rules.platform(self.mesh)
+        return self.target.platform
+
+    @functools.cached_property
+    def target(self) -> Target:
+        """What is compiled for."""
+        return Target.of(self.mesh.devices.flat[0])
 
     @property
     def abstract_state(self) -> DeviceState:
@@ -75,25 +105,26 @@ class StepBuilder:
     def sampler(self, num_rows: int) -> Callable[[DeviceState], DeviceState]:
         """state -> state after a step of `num_rows`, its tokens now as their requests ask. The state is donated.
 
-        A program of its own, because most steps need none of it, and XLA's conditionals stop the host on a GPU.
+        A program of its own, because most steps need none of it.
         """
 
         def run(state: DeviceState) -> DeviceState:
             slot, position = state.sampled_slot[:num_rows], state.sampled_position[:num_rows]
-
-            def history() -> sampling.TokenHistory:
-                return sampling.TokenHistory(state.output_counts[slot], state.in_prompt[slot], state.logit_bias[slot])
-
             rows = sampling.SamplingRows.from_fields(state.sampling[slot])
-            active = slot < self.shape.num_slots
-            tokens, logprobs = sampling.sample(state.logits[:num_rows], rows, history, position, active)
+            history = sampling.History(state.output_counts, state.in_prompt, state.logit_bias)
+            places = sampling.Places(slot, position, slot < self.shape.num_slots)
+            tokens, logprobs = sampling.sample(state.logits, rows, history, places, target=self.target)
             return state.replace(
                 last_token=state.last_token.at[slot].set(tokens),
                 logprobs=state.logprobs.at[slot].set(logprobs.pack()),
                 output_counts=state.output_counts.at[slot, tokens].add(1),
             )
 
-        return run
+        if self.mesh.size == 1:
+            return run
+        # Every device has all the logits, and samples all rows: as one program, XLA would have to know how to split it.
+        specs = jax.tree.map(lambda a: a.sharding.spec, self.abstract_state)
+        return jax.shard_map(run, mesh=self.mesh, in_specs=(specs,), out_specs=specs, check_vma=False)
 
     def set_up_slot(self, state: DeviceState, packed: jax.Array) -> DeviceState:
         """Writes the token history and the bias of a request that has penalties or a bias. The state is donated."""
@@ -115,16 +146,15 @@ class StepBuilder:
             tokens = jnp.where(step.tokens < 0, tokens, step.tokens)
         pools = jax.new_ref(state.k_pages), jax.new_ref(state.v_pages)
         max_query_len = 1 if step.tokens is None else step.tokens.shape[0]
+        counters = None if self.target.platform == "cpu" else jax.new_ref(jnp.zeros(NUM_COUNTERS, jnp.int32))
+        place = Placement(self.target, tensor_axis, counters)
 
-        def attend(q, k, v, layer, *, scale, window):
-            return paged_attention(
-                q, (k, v), pools, layer, rows, scale=scale, max_query_len=max_query_len, window=window
-            )
-
-        hidden = self.model.forward(params, tokens, rows.token_position, attend, tensor_axis)
+        num_heads = self.model.num_heads * state.k_pages.shape[3] // self.shape.cache.num_kv_heads
+        attend = paged_attend(pools, rows, place, num_heads=num_heads, max_query_len=max_query_len)
+        hidden = self.model.forward(params, tokens, rows.token_position, attend, place)
         state = state.replace(k_pages=jax.freeze(pools[0]), v_pages=jax.freeze(pools[1]))
         last = jnp.maximum(rows.query_start + rows.query_len - 1, 0)
-        logits = self.model.logits(params, hidden[last], tensor_axis)
+        logits = self.model.logits(params, hidden[last], place)
         return self._keep(state, step, logits)
 
     def _update(self, state: DeviceState, step: inputs.StepInputs) -> DeviceState:

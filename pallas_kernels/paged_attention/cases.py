@@ -23,6 +23,8 @@ class Case:
     pad_tokens: int = 0  # that belong to no row, after the last
     pad_rows: int = 0
     window: int | None = None  # tokens
+    soft_cap: float | None = None
+    sinks: bool = False
 
     @property
     def num_rows(self) -> int:
@@ -54,6 +56,7 @@ QWEN3_4B = {"num_heads": 32, "num_kv_heads": 8, "head_width": 128}
 LLAMA2_7B = {"num_heads": 32, "num_kv_heads": 32, "head_width": 128}
 QWEN25_7B = {"num_heads": 28, "num_kv_heads": 4, "head_width": 128}
 QWEN3_30B = {"num_heads": 32, "num_kv_heads": 4, "head_width": 128}
+GPT_OSS_20B = {"num_heads": 64, "num_kv_heads": 8, "head_width": 64}
 GEMMA3_1B = {"num_heads": 4, "num_kv_heads": 1, "head_width": 256}
 
 CASES = (
@@ -88,6 +91,10 @@ CASES = (
         pad_rows=3,
     ),
     Case(name="mixed, wide heads", **GEMMA3_1B, rows=((1, 33), (12, 7), (1, 8)), page_size=8, pad_tokens=2, pad_rows=1),
+    Case(name="decode, soft cap", **QWEN3_06B, rows=((1, 40), (1, 700)), soft_cap=2.0),
+    Case(name="decode, sinks", **GPT_OSS_20B, rows=((1, 40), (1, 0), (1, 700)), sinks=True, window=128),
+    Case(name="prefill, soft cap", **QWEN3_06B, rows=((40, 0), (70, 300)), soft_cap=2.0),
+    Case(name="prefill, sinks", **GPT_OSS_20B, rows=((40, 0), (70, 300)), sinks=True),
     Case(name="mixed, window", **GEMMA3_1B, rows=((1, 63), (20, 30)), pad_tokens=11, pad_rows=2, window=16),
 )
 
@@ -101,6 +108,7 @@ class Arrays(NamedTuple):
     k_pool: np.ndarray  # [L, P, S, K, E]
     v_pool: np.ndarray  # [L, P, S, K, E]
     rows: PagedRows
+    sinks: np.ndarray | None  # [H]
 
 
 def make(case: Case, *, num_layers: int = 2, seed: int = 0) -> Arrays:
@@ -113,7 +121,9 @@ def make(case: Case, *, num_layers: int = 2, seed: int = 0) -> Arrays:
     tokens, kv = case.num_tokens, (case.num_kv_heads, case.head_width)
     pool = (num_layers, case.num_pages, case.page_size, *kv)
     q, keys, values = normal(tokens, case.num_heads, case.head_width), normal(tokens, *kv), normal(tokens, *kv)
-    return Arrays(q, keys, values, normal(*pool), normal(*pool), _rows(case, rng.permutation(case.num_pages - 1) + 1))
+    pools = normal(*pool), normal(*pool)
+    rows = _rows(case, rng.permutation(case.num_pages - 1) + 1)
+    return Arrays(q, keys, values, *pools, rows, normal(case.num_heads) if case.sinks else None)
 
 
 def _rows(case: Case, free_pages: np.ndarray) -> PagedRows:

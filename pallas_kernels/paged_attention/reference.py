@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.dispatch import Target
+
 if TYPE_CHECKING:
-    from pallas_kernels.paged_attention.api import PagedRows
+    from pallas_kernels.paged_attention.api import PagedRows, Plan
 
 MAX_QUERY_BLOCK = 64
 """Most tokens of one row that share a gather of its pages."""
@@ -27,9 +29,17 @@ class Blocks(NamedTuple):
     of_token: tuple[jax.Array, jax.Array]  # [T] each: block and index in the block
 
 
+class Scorer(NamedTuple):
+    """How scores are made, as in `api.paged_attention`."""
+
+    scale: float
+    window: jax.Array | None
+    soft_cap: float | None
+    sinks: jax.Array | None
+
+
 def run(
     q: jax.Array,
-    new_kv: tuple[jax.Array, jax.Array],
     pools: tuple[jax.Ref, jax.Ref],
     layer: jax.Array,
     rows: PagedRows,
@@ -37,21 +47,26 @@ def run(
     scale: float,
     max_query_len: int,
     window: jax.Array | None,
+    soft_cap: float | None,
+    sinks: jax.Array | None,
+    counters: jax.Ref | None,
+    plan: Plan,
+    target: Target,
 ) -> jax.Array:
     """The contract is `api.paged_attention`."""
-    page_size = pools[0].shape[2]
-    offset = rows.token_position % page_size
-    for pool, new in zip(pools, new_kv, strict=True):
-        # The whole pool as one value: an indexed write to a Ref would scatter element by element.
-        pool[...] = pool[...].at[layer, rows.token_page, offset].set(new.astype(pool.dtype))
+    del counters, plan
     if max_query_len == 1:
         blocks = _decode_blocks(rows)
     else:
         # There are T // block + R blocks, real or not: with blocks of the average row both terms are alike.
         average = rows.token_row.shape[0] // rows.query_len.shape[0]
         blocks = _blocks(rows, min(MAX_QUERY_BLOCK, max_query_len, max(1, average)))
-    out = _attend(q, (pools[0][...], pools[1][...]), layer, rows, blocks, scale=scale, window=window)
-    return out[blocks.of_token].astype(q.dtype)
+    values = pools[0][...], pools[1][...]
+    pages = max(1, KEY_CHUNK[target.platform] // values[0].shape[2])
+    scorer = Scorer(scale, window, soft_cap, sinks)
+    return _attend(q, values, layer, rows.page_table[blocks.row], blocks, scorer, pages)[blocks.of_token].astype(
+        q.dtype
+    )
 
 
 def _decode_blocks(rows: PagedRows) -> Blocks:
@@ -81,16 +96,13 @@ def _attend(
     q: jax.Array,
     pools: tuple[jax.Array, jax.Array],
     layer: jax.Array,
-    rows: PagedRows,
+    table: jax.Array,
     blocks: Blocks,
-    *,
-    scale: float,
-    window: jax.Array | None,
+    scorer: Scorer,
+    pages: int,
 ) -> jax.Array:
-    """Returns [N, Q, H, E] float32."""
+    """Returns [N, Q, H, E] float32. table [N, W]; pages: gathered at a time."""
     page_size, num_kv_heads, width = pools[0].shape[2:]
-    table = rows.page_table[blocks.row]  # [N, W]
-    pages = max(1, KEY_CHUNK.get(jax.default_backend(), 1024) // page_size)
     num_chunks = -(-table.shape[1] // pages)
     table = jnp.pad(table, ((0, 0), (0, num_chunks * pages - table.shape[1])))
     queries = q[blocks.token].reshape(*blocks.token.shape, num_kv_heads, -1, width)  # [N, Q, K, G, E]
@@ -103,11 +115,13 @@ def _attend(
         key_position = i * pages * page_size + jnp.arange(pages * page_size)
         behind = blocks.position[:, :, None] - key_position  # [N, Q, C]
         seen = behind >= 0
-        if window is not None:
-            seen &= behind < window
+        if scorer.window is not None:
+            seen &= behind < scorer.window
         # What lies past a row's tokens may be anything, NaN too, and no weight of 0 would silence that.
         v = jnp.where((behind.max(1) >= 0)[:, :, None, None], v, 0)
-        scores = jnp.einsum("nkgqe,ncke->nkgqc", queries, k, preferred_element_type=jnp.float32) * scale
+        scores = jnp.einsum("nkgqe,ncke->nkgqc", queries, k, preferred_element_type=jnp.float32) * scorer.scale
+        if scorer.soft_cap is not None:
+            scores = scorer.soft_cap * jnp.tanh(scores / scorer.soft_cap)
         scores = jnp.where(seen[:, None, None], scores, MASKED)
         new_best = jnp.maximum(best, scores.max(-1))
         weights = jnp.where(seen[:, None, None], jnp.exp(scores - new_best[..., None]), 0.0)
@@ -122,6 +136,11 @@ def _attend(
     else:
         reach = jnp.max(blocks.position) // (pages * page_size) + 1
         state = jax.lax.fori_loop(0, reach, chunk, state)
-    _, total, acc = state
+    best, total, acc = state
+    if scorer.sinks is not None:
+        sink = scorer.sinks.reshape(num_kv_heads, -1, 1)  # [K, G, 1]
+        new_best = jnp.maximum(best, sink)
+        total = total * jnp.exp(best - new_best) + jnp.exp(sink - new_best)
+        acc = acc * jnp.exp(best - new_best)[..., None]
     out = acc / jnp.maximum(total, 1e-30)[..., None]  # [N, K, G, Q, E]
     return out.swapaxes(2, 3).swapaxes(1, 2).reshape(*blocks.token.shape, -1, width)

@@ -5,12 +5,19 @@ Runs in an environment of its own (the extra `capture`), since the CUDA plugin m
     JAX_PLATFORMS=cpu XLA_FLAGS=--xla_dump_to=FOLDER python compile_steps.py TARGET_CONFIG FOLDER
 """
 
+import contextlib
+import functools
 import glob
+import importlib.util
 import json
+import math
 import os
 import re
+import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +29,7 @@ from jaxinfer.runner.cache import StateShape
 from jaxinfer.runner.compiled import compile_lowered, lower_sampler, lower_step
 from jaxinfer.runner.step import StepBuilder
 from jaxinfer.sharding import rules
-from pallas_kernels.paged_attention import reference
+from pallas_kernels import triton_call
 
 QWEN3_4B = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -44,8 +51,6 @@ def make_builder(target: str) -> StepBuilder:
     topology = topologies.get_topology_desc(
         platform="cuda", topology_name="h200", target_config=target, topology="1x1x1"
     )
-    # The backend of this process is the CPU, but what is compiled takes the GPU's pass over the context.
-    reference.KEY_CHUNK["cpu"] = reference.KEY_CHUNK["gpu"]
     model = registry.from_config(QWEN3_4B)
     shape = StateShape(
         cache=model.cache,
@@ -60,17 +65,105 @@ def make_builder(target: str) -> StepBuilder:
     return StepBuilder(model=model, shape=shape, vocab_size=model.vocab_rows, mesh=mesh, buckets=BUCKETS)
 
 
-def facts(builder: StepBuilder, lowered: jax.stages.Lowered, dump: str) -> dict[str, object]:
+class Thunk(NamedTuple):
+    """A line of XLA's listing of what a program runs, in order."""
+
+    index: int
+    kind: str
+    label: str  # a kernel's name, for instance
+    part: str  # "body" or "condition" of a loop, or "" outside of loops
+
+
+def read_thunks(text: str) -> list[Thunk]:
+    """Loops are not nested here. What a thunk holds is indented under it; a loop's parts have headings."""
+    found, part, loop_indent = [], "", 0
+    for line in text.splitlines():
+        if line.strip() in ("condition:", "body:"):
+            part = line.strip(" :")
+        elif thunk := re.match(r"( *)(\d+): (k\w+) *(?:\[.*?\])?(.*)", line):
+            indent = len(thunk[1])
+            if part and indent <= loop_indent:
+                part = ""
+            if thunk[3] == "kWhile":
+                loop_indent = indent
+            found.append(Thunk(int(thunk[2]), thunk[3], (thunk[4].split() or [""])[0], part))
+    return found
+
+
+def copied_bytes(thunks: list[Thunk], metadata: str, hlo: str) -> list[int | None]:
+    """Of every copy in a loop; None for one that cannot be found in the optimised program."""
+    found = re.findall(r'profile_annotation: "([^"]*)"\s+thunk_id: (\d+)', metadata)
+    names = {int(index): name for name, index in found}
+    sizes = []
+    for thunk in thunks:
+        if "Copy" in thunk.kind and thunk.part:
+            shape = re.search(rf"%?{re.escape(names.get(thunk.index, '?'))} = (\w+)\[([\d,]*)\]", hlo)
+            sizes.append(shape and math.prod(map(int, filter(None, shape[2].split(",")))) * itemsize(shape[1]))
+    return sizes
+
+
+def itemsize(dtype: str) -> int:
+    """Bytes of a number of XLA's dtype; those of less than 8 bits are counted as 8."""
+    bits = re.search(r"\d+", dtype)
+    return max(1, int(bits[0]) // 8) if bits else 1
+
+
+@functools.cache
+def spilled_bytes(ptx: str) -> int:
+    """Registers that the GPU's assembler puts in memory, for a kernel of Triton's; fails if it refuses the kernel."""
+    (packages,) = importlib.util.find_spec("nvidia").submodule_search_locations
+    (assembler,) = glob.glob(f"{packages}/*/bin/ptxas")
+    command = [assembler, "-v", "--gpu-name=sm_90a", "--output-file=/dev/null", "/dev/stdin"]
+    done = subprocess.run(command, input=ptx, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{assembler} refused a kernel: {done.stderr[-2000:]}")
+    return sum(map(int, re.findall(r"(\d+) bytes spill", done.stderr)))
+
+
+@contextlib.contextmanager
+def recorded_kernels() -> Iterator[list[triton_call.Compiled]]:
+    """The Triton kernels that programs which are traced meanwhile call, one for each call."""
+    calls, make = [], triton_call._compile
+
+    def compile_and_record(*args):
+        calls.append(make(*args))
+        return calls[-1]
+
+    triton_call._compile = compile_and_record
+    try:
+        yield calls
+    finally:
+        triton_call._compile = make
+
+
+def facts(builder: StepBuilder, lower: Callable[[], jax.stages.Lowered], dump: str) -> dict[str, object]:
+    with recorded_kernels() as kernels:
+        lowered = lower()
     for file in glob.glob(f"{dump}/*"):
         os.remove(file)
     compiled = compile_lowered(builder, lowered)
-    (thunks,) = glob.glob(f"{dump}/*thunk_sequence_after_thunk_passes*")
-    text = Path(thunks).read_text()
+    listing, metadata = (
+        Path(*glob.glob(f"{dump}/*{name}*")).read_text() for name in ("thunk_sequence_after_thunk_passes", "metadata")
+    )
+    thunks, hlo = read_thunks(listing), compiled.as_text()
+    names = {kernel.name for kernel in kernels}
     return {
-        "top_level": [re.search(r"\bk[A-Z]\w+", line)[0] for line in text.splitlines() if re.match(r"\d+:", line)],
-        "aliases": re.search(r"input_output_alias={(.*?)}, entry", compiled.as_text())[1].count("may-alias"),
+        "top_level": [re.search(r"\bk[A-Z]\w+", line)[0] for line in listing.splitlines() if re.match(r"\d+:", line)],
+        "aliases": re.search(r"input_output_alias={(.*?)}, entry", hlo)[1].count("may-alias"),
         "temp_bytes": compiled.memory_analysis().temp_size_in_bytes,
-        "matmuls": len(re.findall(r"kCublasLtMatmul +\[", text)),
+        "loops": sum(thunk.kind == "kWhile" for thunk in thunks),
+        "trip_counts": [int(n) for n in re.findall(r'known_trip_count":{"n":"(\d+)"', hlo)],
+        # Besides those that only say where a slice of another's operand is.
+        "kernels_in_loop": [
+            f"{thunk.kind} {thunk.label}"
+            for thunk in thunks
+            if thunk.part == "body" and thunk.kind != "kDynamicSliceFusion" and "Copy" not in thunk.kind
+        ],
+        "copied_bytes_in_loop": copied_bytes(thunks, metadata, hlo),
+        "kinds": sorted({thunk.kind for thunk in thunks}),
+        "custom_calls": sum(thunk.kind == "kCustomCall" for thunk in thunks),
+        "triton_kernels": {name: sorted({thunk.kind for thunk in thunks if thunk.label == name}) for name in names},
+        "spilled_bytes": [[kernel.name, spilled_bytes(kernel.ptx)] for kernel in kernels],
     }
 
 
@@ -83,8 +176,9 @@ def main() -> None:
         for name, spec in builder.model.specs.items()
     }
     with jax.set_mesh(builder.mesh):
-        found = {str(bucket): facts(builder, lower_step(builder, params, bucket), dump) for bucket in BUCKETS}
-        found["sampler"] = facts(builder, lower_sampler(builder, 64), dump)
+        lower = {str(bucket): functools.partial(lower_step, builder, params, bucket) for bucket in BUCKETS}
+        lower["sampler"] = functools.partial(lower_sampler, builder, 64)
+        found = {name: facts(builder, how, dump) for name, how in lower.items()}
     print(json.dumps({"state_leaves": len(jax.tree.leaves(builder.abstract_state)), "programs": found}))
 
 

@@ -11,13 +11,17 @@ import pytest
 from checkpoints import safetensors
 from checkpoints.load import load
 from jaxinfer.models import registry
+from jaxinfer.models.model import Placement
+from jaxinfer.runner.step import paged_attend
 from jaxinfer.sharding import rules
-from pallas_kernels.paged_attention.api import PagedRows, paged_attention
+from pallas_kernels.dispatch import Target
+from pallas_kernels.paged_attention.api import PagedRows
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 FAMILIES = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir())
 TOLERANCE = 1e-4
 PAGE, WIDTH, TOKENS = 8, 8, 40
+PLACE = Placement(Target.of(jax.devices()[0]))
 CHUNKS = {"full": [39], "odd chunks": [7, 1, 13, 5, 3, 10], "decode": [1] * 39}
 
 
@@ -45,13 +49,9 @@ class Paged:
         rows = PagedRows(table, one * 0, one * length, one * start, row, position, page)
         refs = tuple(jax.new_ref(pool) for pool in pools)
 
-        def attend(q, k, v, layer, *, scale, window):
-            return paged_attention(
-                q, (k, v), refs, layer, rows, scale=scale, max_query_len=max_query_len, window=window
-            )
-
-        hidden = self.model.forward(params, tokens, position, attend, None)
-        return tuple(jax.freeze(ref) for ref in refs), self.model.logits(params, hidden, None)
+        attend = paged_attend(refs, rows, PLACE, num_heads=self.model.num_heads, max_query_len=max_query_len)
+        hidden = self.model.forward(params, tokens, position, attend, PLACE)
+        return tuple(jax.freeze(ref) for ref in refs), self.model.logits(params, hidden, PLACE)
 
     def logits(self, tokens: np.ndarray, chunks: list[int]) -> np.ndarray:
         pools = (jnp.zeros(self.pool_shape), jnp.zeros(self.pool_shape))

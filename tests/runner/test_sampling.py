@@ -13,6 +13,7 @@ import scipy.stats
 from jaxinfer.runner import sampling
 from jaxinfer.runner.inputs import sampling_fields
 from jaxinfer.types import MAX_LOGPROBS, Request
+from pallas_kernels.dispatch import CPU
 
 ROWS, VOCAB = 4096, 48
 """One compiled shape for all tests; a request's draws are rows that differ in position alone."""
@@ -38,8 +39,9 @@ def ask(**params) -> Request:
 def step():
     def run(logits, fields, counts, in_prompt, bias, position, active):
         rows = sampling.SamplingRows.from_fields(fields)
-        history = sampling.TokenHistory(counts, in_prompt, bias)
-        return sampling.sample(logits, rows, lambda: history, position, active)
+        history = sampling.History(counts, in_prompt, bias)
+        places = sampling.Places(np.arange(ROWS, dtype=np.int32), position, active)
+        return sampling.sample(logits, rows, history, places, target=CPU)
 
     return jax.jit(run)
 
@@ -292,6 +294,15 @@ def test_logprobs_do_not_change_the_tokens():
     cases = [Case(peaked(i), ask(seed=i, temperature=i % 3 / 2)) for i in range(60)]
     asking = [dataclasses.replace(case, request=dataclasses.replace(case.request, logprobs=20)) for case in cases]
     np.testing.assert_array_equal(run(cases)[0], run(asking)[0])
+
+
+def test_rows_that_ask_for_no_logprobs_have_zeros_beside_rows_that_do():
+    cases = [Case(peaked(i), ask(logprobs=3 if i % 2 else None)) for i in range(40)]
+    _, logprobs = run(cases)
+    for array in logprobs:
+        assert not array[::2].any()
+    assert (logprobs.chosen[1::2] < 0).all()
+    assert (logprobs.top[1::2] < 0).all()
 
 
 def test_logprobs_survive_being_packed_bit_by_bit():

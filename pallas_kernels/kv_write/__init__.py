@@ -1,0 +1,1 @@
+"""From a fused query-key-value product to queries and the KV cache."""

@@ -1,0 +1,1 @@
+"""Products of a step's tokens with a layer's weights, and what stands before and after them."""

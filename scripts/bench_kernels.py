@@ -1,0 +1,286 @@
+"""Times the kernels on a GPU and says what share of the card's limit each reaches.
+
+    python scripts/bench_kernels.py [--only SUBSTRING] [--output FILE.json]
+
+Every case runs on each route that takes it, but for the reference. Limits are measured first, on the same card: bytes
+against a copy of 4 GiB (read and written bytes both count), operations against a product of 8192 x 8192 bfloat16
+matrices. A case loops over several layers of its own in one captured graph, so that no cache holds what it reads and
+gaps between kernels count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxinfer.runner.compiled import GPU_OPTIONS
+from pallas_kernels.dispatch import Route, Target
+from pallas_kernels.kv_write import api as kv_write_api
+from pallas_kernels.linear import api as linear_api
+from pallas_kernels.paged_attention import api as attention_api
+
+RUNS = 20
+DTYPE = jnp.bfloat16
+NUM_COUNTERS = 2**14
+QWEN3_4B = {"H": 32, "K": 8, "E": 128, "D": 2560, "F": 9728, "V": 151936}
+
+
+class Limits(NamedTuple):
+    """Of the card, as measured."""
+
+    bytes_per_s: float
+    flops_per_s: float
+
+
+class Case(NamedTuple):
+    """A loop over `layers` layers of one op. call(route, layer, counters, arrays) -> anything of it."""
+
+    name: str
+    layers: int
+    routes: tuple[Route, ...]
+    call: Callable[..., Any]
+    arrays: Callable[[], Any]
+    layer_bytes: float  # least bytes that a layer moves; 0 where operations bind
+    layer_flops: float
+
+
+def random(index: int, *shape: int, scale: float = 1.0) -> jax.Array:
+    """Normal numbers, made on the card piece by piece, since random bits are twice as wide."""
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def draw(key, rest):
+        return jax.random.normal(key, rest, DTYPE) * jnp.asarray(scale, DTYPE)
+
+    keys = jax.random.split(jax.random.key(index), shape[0])
+    return jnp.stack([draw(key, shape[1:]) for key in keys]) if len(shape) > 2 else draw(keys[0], shape)
+
+
+def seconds(function: Callable[[Any], Any], state: Any) -> float:
+    """Median over RUNS of a call that hands on its donated state."""
+    for _ in range(4):
+        state = jax.block_until_ready(function(state))
+    times = []
+    for _ in range(RUNS):
+        start = time.perf_counter()
+        state = jax.block_until_ready(function(state))
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def measure_limits() -> Limits:
+    """Copy bandwidth and matrix rate on random data."""
+    size = 2**30  # float32 numbers: 4 GiB
+    times = 8
+
+    def copy(x):
+        return jax.lax.fori_loop(0, times, lambda _, y: y + 1, x)
+
+    x = jax.random.normal(jax.random.key(0), (size,), jnp.float32)
+    copy_s = seconds(jax.jit(copy, donate_argnums=0), x) / times
+    del x
+    n, products = 8192, 8
+    a = random(1, n, n, scale=n**-0.5)
+
+    def multiply(b):
+        return jax.lax.fori_loop(0, products, lambda _, c: jnp.dot(a, c), b)
+
+    product_s = seconds(jax.jit(multiply, donate_argnums=0), random(2, n, n)) / products
+    return Limits(2 * 4 * size / copy_s, 2 * n**3 / product_s)
+
+
+def attention_case(
+    name: str, rows: list[tuple[int, int]], layers: int, *, heads: dict[str, int], page_size: int = 16
+) -> Case:
+    """rows: tokens in the step and in the cache before it."""
+    num_heads, num_kv_heads, width = heads["H"], heads["K"], heads["E"]
+    new, old = (np.array(part, np.int32) for part in zip(*rows, strict=True))
+    pages = -(-(new + old) // page_size)
+    free = np.random.default_rng(0).permutation(int(pages.sum())) + 1
+    table = np.zeros((len(rows), int(pages.max())), np.int32)
+    for row, (count, start) in enumerate(zip(pages, np.cumsum(pages) - pages, strict=True)):
+        table[row, :count] = free[start : start + count]
+    row_of = np.repeat(np.arange(len(rows), dtype=np.int32), new)
+    start = (np.cumsum(new) - new).astype(np.int32)
+    position = (old[row_of] + np.arange(len(row_of)) - start[row_of]).astype(np.int32)
+    page = table[row_of, position // page_size]
+    placed = attention_api.PagedRows(*map(jnp.asarray, (table, start, new, old, row_of, position, page)))
+    decode = max(new) == 1
+    visible = int(sum(n * o + n * (n + 1) // 2 for n, o in zip(new.tolist(), old.tolist(), strict=True)))
+
+    def arrays():
+        pool = (layers, int(pages.sum()) + 1, page_size, num_kv_heads, width)
+        return random(1, len(row_of), num_heads, width), random(2, *pool), random(3, *pool)
+
+    def call(route, layer, counters, arrays, target):
+        q, k_pool, v_pool = arrays
+        return route.run(
+            q,
+            (k_pool, v_pool),
+            layer,
+            placed,
+            scale=width**-0.5,
+            max_query_len=1 if decode else len(row_of),
+            window=None,
+            soft_cap=None,
+            sinks=None,
+            counters=counters,
+            plan={},
+            target=target,
+        )
+
+    kv_bytes = 2.0 * num_kv_heads * width * 2 * int((new + old).sum())
+    return Case(
+        name=name,
+        layers=layers,
+        routes=attention_api.ROUTES[:-1],
+        call=call,
+        arrays=arrays,
+        layer_bytes=kv_bytes if decode else 0,
+        layer_flops=4.0 * num_heads * width * visible,
+    )
+
+
+def linear_case(name: str, rows: int, depth: int, out: int, layers: int, **more: bool) -> Case:
+    """A product with `layers` different weights."""
+    gated, norm, residual = (more.get(key, False) for key in ("gated", "norm", "residual"))
+    parts = (2,) if gated else ()
+
+    def arrays():
+        weight = random(1, layers, *parts, out, depth, scale=depth**-0.5)
+        return random(2, rows, depth), weight, jnp.ones((layers, depth), DTYPE), random(3, rows, out)
+
+    def call(route, layer, counters, arrays, target):
+        x, weight, scale, residue = arrays
+        return route.run(
+            x,
+            weight,
+            layer,
+            norm=linear_api.Norm(scale, 1e-6) if norm else None,
+            bias=None,
+            gated=gated,
+            residual=residue if residual else None,
+            out_dtype=jnp.dtype(DTYPE),
+            counters=counters,
+            target=target,
+        )
+
+    weights = (2 if gated else 1) * depth * out
+    return Case(name, layers, linear_api.ROUTES[:-1], call, arrays, 2.0 * weights, 2.0 * weights * rows)
+
+
+def kv_write_case(name: str, tokens: int, layers: int, heads: dict[str, int]) -> Case:
+    """QK-norm, RoPE and KV write of `tokens` tokens."""
+    num_kv_heads, width, group, page_size = heads["K"], heads["E"], heads["H"] // heads["K"], 16
+    position = jnp.arange(tokens, dtype=jnp.int32)
+    rotary = jnp.cos(jnp.ones((tokens, width // 2))), jnp.sin(jnp.ones((tokens, width // 2)))
+
+    def arrays():
+        pool = (layers, tokens // page_size + 2, page_size, num_kv_heads, width)
+        ones = jnp.ones((layers, width), DTYPE)
+        return random(1, tokens, num_kv_heads, group + 2, width), random(2, *pool), random(3, *pool), ones
+
+    def call(route, layer, counters, arrays, target):
+        del counters
+        qkv, k_pool, v_pool, scale = arrays
+        pools = jax.new_ref(k_pool), jax.new_ref(v_pool)
+        norms = kv_write_api.HeadNorms(scale, scale, 1e-6)
+        places = position // page_size + 1, position
+        return route.run(qkv, rotary, pools, layer, places, norms=norms, target=target)
+
+    moved = 2.0 * tokens * num_kv_heads * width * (2 * group + 4)
+    return Case(name, layers, kv_write_api.ROUTES[:-1], call, arrays, moved, 0)
+
+
+def cases() -> Iterator[Case]:
+    """The shapes of Qwen3-4B, by what a step does with them."""
+    q = QWEN3_4B
+    heads = {key: q[key] for key in "HKE"}
+    yield attention_case("decode attention, 1 x 131,072", [(1, 131071)], 8, heads=heads)
+    yield attention_case("decode attention, 64 x 4,096", [(1, 4095)] * 64, 6, heads=heads)
+    yield attention_case("decode attention, 64 x 1,024", [(1, 1023)] * 64, 16, heads=heads)
+    yield attention_case("decode attention, 256 x 128", [(1, 127)] * 256, 36, heads=heads)
+    yield attention_case("decode attention, 1 x 128", [(1, 127)], 36, heads=heads)
+    yield attention_case("prefill attention, 8,192", [(8192, 0)], 8, heads=heads)
+    yield attention_case("prefill attention, 8 x 1,024", [(1024, 0)] * 8, 8, heads=heads)
+    yield attention_case("prefill attention, 2,048 after 30,720", [(2048, 30720)], 4, heads=heads)
+    for rows in (1, 8, 32, 64, 128, 256, 1024, 8192):
+        layers = 36 if rows < 1024 else 8
+        yield linear_case(f"gate and up, {rows} rows", rows, q["D"], q["F"], layers, gated=True, norm=True)
+        yield linear_case(f"down, {rows} rows", rows, q["F"], q["D"], layers, residual=True)
+        yield linear_case(f"qkv, {rows} rows", rows, q["D"], 6144, layers, norm=True)
+        yield linear_case(f"out, {rows} rows", rows, 4096, q["D"], layers, residual=True)
+    for tokens in (1, 256, 8192):
+        yield kv_write_case(f"QK-norm, RoPE and KV write, {tokens} tokens", tokens, 16, heads)
+
+
+def loop(case: Case, route: Route, target: Target, arrays: Any) -> Any:
+    """One run: every layer once. Hands its arrays back, so that they stay where they are."""
+    counters = jax.new_ref(jnp.zeros(NUM_COUNTERS, jnp.int32))
+
+    def body(state):
+        layer, kept = state
+        out = case.call(route, layer, counters, arrays, target)
+        # Something of every result must be wanted, or XLA drops what has no other effect.
+        return layer + 1, kept + out.reshape(-1)[0].astype(jnp.float32)
+
+    start = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.float32)
+    return jax.lax.while_loop(lambda state: state[0] < case.layers, body, start)[1]
+
+
+def measure(case: Case, route: Route, target: Target, arrays: Any, limits: Limits) -> dict[str, float]:
+    """Time per layer, and its share of the nearer limit."""
+    run = jax.jit(functools.partial(loop, case, route, target)).lower(arrays).compile(compiler_options=GPU_OPTIONS)
+    layer_s = seconds(lambda _: run(arrays), None) / case.layers
+    floor_s = max(case.layer_bytes / limits.bytes_per_s, case.layer_flops / limits.flops_per_s)
+    result = {"us": layer_s * 1e6, "share_of_limit": floor_s / layer_s}
+    if case.layer_bytes:
+        result["tb_per_s"] = case.layer_bytes / layer_s / 1e12
+    if case.layer_flops:
+        result["tflop_per_s"] = case.layer_flops / layer_s / 1e12
+    return {key: float(f"{value:.4g}") for key, value in result.items()}
+
+
+def main() -> None:
+    """Prints a line a case and route."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="run the cases whose names contain this")
+    parser.add_argument("--route", default="", help="run this route only")
+    parser.add_argument("--output", type=Path, help="write all figures to this JSON file")
+    args = parser.parse_args()
+    target = Target.of(jax.devices()[0])
+    if target.platform != "gpu":
+        parser.error("there is no GPU here")
+    limits = measure_limits()
+    print(f"limits: {limits.bytes_per_s / 1e12:.2f} TB/s, {limits.flops_per_s / 1e12:.0f} TFLOP/s", flush=True)
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for case in cases():
+        if args.only not in case.name:
+            continue
+        arrays = jax.block_until_ready(case.arrays())
+        for route in case.routes:
+            if args.route and route.name != args.route:
+                continue
+            try:
+                result = measure(case, route, target, arrays, limits)
+            except NotImplementedError:
+                continue
+            found.setdefault(case.name, {})[route.name] = result
+            print(f"{case.name:45s} {route.name:12s} {result}", flush=True)
+        del arrays
+        if args.output:
+            record = {"limits": limits._asdict(), "device": jax.devices()[0].device_kind, "cases": found}
+            args.output.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
