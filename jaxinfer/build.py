@@ -1,12 +1,13 @@
-"""From an EngineConfig to an Engine: finds the checkpoint, loads it, sizes the cache, compiles every step."""
+"""From an EngineConfig to an Engine: finds the checkpoint, loads it while every step is compiled, sizes the cache."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,20 +15,23 @@ import jax
 import jax.numpy as jnp
 import msgspec
 from jax.sharding import Mesh
-from tqdm import tqdm
 
 from checkpoints import load, orbax_store
 from checkpoints.resolve import Checkpoint, resolve
 from checkpoints.source import CheckpointError
+from jaxinfer.background import Background
 from jaxinfer.config import ConfigError, EngineConfig, SchedulerLimits
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.loop import engine_main
 from jaxinfer.models import registry
 from jaxinfer.models.model import Model, ModelError
-from jaxinfer.params import Params, num_bytes, random_params
+from jaxinfer.params import Params, abstract_params, num_bytes, random_params
+from jaxinfer.progress import Progress
 from jaxinfer.runner import cache
 from jaxinfer.runner.buckets import Bucket, make_buckets
-from jaxinfer.runner.compiled import compile_lowered, lower_step
+from jaxinfer.runner.compiled import compile_programs, largest_temp_bytes
+from jaxinfer.runner.disk_cache import DiskCache
+from jaxinfer.runner.executables import Executables
 from jaxinfer.runner.runner import ModelRunner
 from jaxinfer.runner.step import StepBuilder
 from jaxinfer.scheduler.scheduler import Scheduler
@@ -42,35 +46,14 @@ MIXED_TOKENS_ON_CPU = 64
 SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 """What is taken from a model's generation_config."""
 CACHE_DIR = Path.home() / ".cache" / "jaxinfer" / "xla"
+SHARES = {"loading": 3.0, "programs": 4.0, "warm-up": 3.0}
+"""Of the progress bar, about as they take on a GPU when nothing is cached."""
+CALM_STEPS, CALM_ROWS = 2, 32
+"""A calm step beside decode rows takes as long as this many decode steps of this many rows at most."""
 REFUSALS = (ConfigError, CheckpointError, ModelError, rules.ShardingError, cache.PoolError)
 """What whoever asks for an engine can put right: the message says it all. Other errors are faults."""
 
-
-class Progress:
-    """Progress bars on standard error, one a stage."""
-
-    def __init__(self, enabled: bool = True):
-        self._enabled = enabled
-        self._bar: tqdm | None = None
-        self._kind = ""
-
-    def __call__(self, stage: str, done: int, total: int) -> None:
-        """`stage` begins with what is being done; the first word tells stages apart."""
-        kind = stage.split()[0]
-        if kind[:4] != self._kind[:4]:
-            self.close()
-            unit = {"unit": "B", "unit_scale": True} if kind.startswith("load") else {}
-            self._bar = tqdm(total=total, disable=not self._enabled, file=sys.stderr, leave=True, **unit)
-            self._kind = kind
-        assert self._bar is not None
-        self._bar.set_description(stage, refresh=False)
-        self._bar.update(done - self._bar.n)
-
-    def close(self) -> None:
-        """Ends the bar that is shown."""
-        if self._bar is not None:
-            self._bar.close()
-        self._bar, self._kind = None, ""
+log = logging.getLogger(__name__)
 
 
 class Found(NamedTuple):
@@ -106,11 +89,11 @@ def build_engine(config: EngineConfig, found: Found | None = None, *, show_progr
     vocab_size = min(model.vocab_rows, tokenizer.vocab_size) if tokenizer else model.vocab_rows
     shape = _state_shape(config, model, mesh)
     buckets = make_buckets(rules.platform(mesh), shape.num_slots, _max_step_tokens(config, shape.num_slots, mesh))
-    with contextlib.closing(Progress(show_progress)) as progress, _out_of_memory_explained(config):
-        params = load_params(checkpoint, model, shape.dtype, shardings, seed=config.seed, progress=progress)
-        builder = StepBuilder(model=model, shape=shape, vocab_size=vocab_size, mesh=mesh, buckets=tuple(buckets))
-        builder = _size_pool(config, builder, params)
-        runner = ModelRunner(builder, params, progress)
+    builder = StepBuilder(model=model, shape=shape, vocab_size=vocab_size, mesh=mesh, buckets=tuple(buckets))
+    executables = Executables(_open_executables(config), checkpoint.config)
+    check_tensors(checkpoint, model)
+    with contextlib.closing(Progress(show_progress, SHARES)) as progress, _out_of_memory_explained(config):
+        builder, runner = _load_and_compile(config, builder, executables, checkpoint, shardings, progress)
     limits = SchedulerLimits(
         max_model_len=builder.shape.max_model_len,
         page_size=config.page_size,
@@ -118,6 +101,7 @@ def build_engine(config: EngineConfig, found: Found | None = None, *, show_progr
         max_num_seqs=shape.num_slots,
         max_step_tokens=buckets[-1].tokens,
         max_mixed_tokens=_max_mixed_tokens(config, buckets, runner.times_ms, mesh),
+        calm_mixed_tokens=_calm_mixed_tokens(buckets, runner.times_ms, mesh),
         max_waiting=config.max_waiting,
     )
     info = EngineInfo(
@@ -131,6 +115,46 @@ def build_engine(config: EngineConfig, found: Found | None = None, *, show_progr
         max_num_seqs=limits.max_num_seqs,
     )
     return Engine(runner, Scheduler(limits), info)
+
+
+def _load_and_compile(
+    config: EngineConfig,
+    builder: StepBuilder,
+    executables: Executables,
+    checkpoint: Checkpoint,
+    shardings: Mapping[str, jax.sharding.Sharding],
+    progress: Progress,
+) -> tuple[StepBuilder, ModelRunner]:
+    """The builder with its pool sized, and the runner. Weights are loaded while programs are compiled or fetched.
+
+    Programs need only the shapes of the weights. Tracing stays on this thread, which has the caller's contexts of JAX.
+    """
+    model, dtype = builder.model, builder.shape.dtype
+    params = abstract_params(model.specs, dtype, shardings)
+
+    def load_all(raise_if_stopped: Callable[[], None]) -> Params:
+        def show(stage: str, done: int, total: int) -> None:
+            raise_if_stopped()
+            progress(stage, done, total)
+
+        return load_params(checkpoint, model, dtype, shardings, seed=config.seed, progress=show)
+
+    with Background(load_all) as loading:
+
+        def temp_bytes() -> int:
+            return largest_temp_bytes(builder, params, executables, progress, loading.check)
+
+        sized = _size_pool(config, builder, temp_bytes)
+        programs = compile_programs(sized, params, executables, progress, loading.check)
+        loaded = loading.result()
+    try:
+        return sized, ModelRunner(sized, loaded, programs, progress)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" in str(error) or not executables.discard_fetched(str(error).splitlines()[0]):
+            raise
+        log.warning("all steps are compiled anew")
+    programs = compile_programs(sized, params, executables, progress)
+    return sized, ModelRunner(sized, loaded, programs, progress)
 
 
 @contextlib.contextmanager
@@ -151,11 +175,22 @@ def _out_of_memory_explained(config: EngineConfig) -> Iterator[None]:
 def set_up_jax(config: EngineConfig) -> None:
     """Process-wide settings, made before the first array: memory share and the cache of compiled steps."""
     os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", str(config.gpu_memory_utilization))
-    directory = CACHE_DIR if config.compile_cache_dir is None else config.compile_cache_dir
-    if directory:
+    if directory := _cache_dir(config):
         jax.config.update("jax_compilation_cache_dir", str(directory))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def _cache_dir(config: EngineConfig) -> Path | None:
+    if config.compile_cache_dir is None:
+        return CACHE_DIR
+    return Path(config.compile_cache_dir) if config.compile_cache_dir else None
+
+
+def _open_executables(config: EngineConfig) -> DiskCache | None:
+    """Where whole steps are kept: beside JAX's own cache, and none where the user switched that off."""
+    directory = _cache_dir(config)
+    return DiskCache.open(directory / "steps") if directory and jax.config.jax_enable_compilation_cache else None
 
 
 def find_devices() -> list[jax.Device]:
@@ -165,6 +200,12 @@ def find_devices() -> list[jax.Device]:
     except (RuntimeError, AssertionError) as error:  # the latter, without a word, for a platform without its plugin
         reason = str(error) or "the package of that platform is not installed"
         raise ConfigError(f"JAX cannot start on JAX_PLATFORMS {jax.config.jax_platforms!r}: {reason}") from error
+
+
+def check_tensors(checkpoint: Checkpoint, model: Model) -> None:
+    """CheckpointError for tensors that are missing, extra or misshapen, as far as can be told without reading them."""
+    if checkpoint.tensors is not None:
+        load.check_complete(load.wanted_tensors(model.specs), checkpoint.tensors.shapes(), model.ignored)
 
 
 def load_params(
@@ -267,14 +308,14 @@ def _max_step_tokens(config: EngineConfig, num_slots: int, mesh: Mesh) -> int:
     return tokens
 
 
-def _size_pool(config: EngineConfig, builder: StepBuilder, params: Params) -> StepBuilder:
-    """The builder with the pages that fit, and with a context that they can hold."""
+def _size_pool(config: EngineConfig, builder: StepBuilder, largest_temp_bytes: Callable[[], int]) -> StepBuilder:
+    """The builder with the pages that fit, and with a context that they can hold.
+
+    largest_temp_bytes: of the largest step, which is asked for on a GPU alone and may take as long as compiling it.
+    """
     shape = builder.shape
     if config.num_pages is None:
-        temp_bytes = 0
-        if builder.platform == "gpu":
-            compiled = compile_lowered(builder, lower_step(builder, params, builder.buckets[-1]))
-            temp_bytes = compiled.memory_analysis().temp_size_in_bytes
+        temp_bytes = largest_temp_bytes() if builder.platform == "gpu" else 0
         used = (
             cache.slot_bytes(builder.abstract_state) + num_bytes(builder.model.specs, shape.dtype) // builder.mesh.size
         )
@@ -293,6 +334,15 @@ def _max_mixed_tokens(config: EngineConfig, buckets: list[Bucket], times_ms: Map
     slow = {b.tokens for b in buckets if not b.decode and times_ms[b] > config.max_step_ms}
     quick = [b.tokens for b in buckets if not b.decode and b.tokens not in slow]
     return min(max([least, *quick]), buckets[-1].tokens)
+
+
+def _calm_mixed_tokens(buckets: list[Bucket], times_ms: Mapping[Bucket, float], mesh: Mesh) -> int | None:
+    """Tokens of a step that has decode rows while few sequences wait: as many as take CALM_STEPS decode steps."""
+    if rules.platform(mesh) == "cpu":
+        return None
+    decode_ms = max(times_ms[b] for b in buckets if b.decode and b.rows <= CALM_ROWS)
+    quick = {b.tokens for b in buckets if not b.decode and times_ms[b] <= CALM_STEPS * decode_ms}
+    return max(quick, default=min(b.tokens for b in buckets if not b.decode))
 
 
 def engine_command(config: EngineConfig, *, show_progress: bool) -> list[str]:

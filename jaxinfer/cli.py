@@ -7,11 +7,13 @@ import dataclasses
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jaxinfer import api, doctor
 from jaxinfer.config import DEFAULT_MODEL, DTYPES, LOAD_FORMATS, ConfigError, EngineConfig, ServerConfig
 from jaxinfer.types import EngineDead, InvalidRequest, SamplingParams
+
+if TYPE_CHECKING:  # what loads JAX is imported where a command needs it: it takes 1.5 s
+    from jaxinfer.api import LLM
 
 EXIT_FAILED = 1
 
@@ -19,6 +21,8 @@ EXIT_FAILED = 1
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; the exit status says whether it succeeded."""
     args = _parser().parse_args(argv)
+    from jaxinfer import api
+
     try:
         return args.run(args) or 0
     except (*api.REFUSALS, InvalidRequest, EngineDead, OSError) as error:
@@ -131,10 +135,14 @@ def _serve(args: argparse.Namespace) -> None:
     if args.chat_template is not None:
         with open(args.chat_template, encoding="utf-8") as file:
             server["chat_template"] = file.read()
+    from jaxinfer import api
+
     api.serve(host=args.host, port=args.port, server=server, **_engine_options(args))
 
 
 def _generate(args: argparse.Namespace) -> None:
+    from jaxinfer import api
+
     sampling = _sampling(args)
     with api.LLM(**_engine_options(args)) as llm:
         prompt: Any = llm.chat_prompt([{"role": "user", "content": args.prompt}]) if args.chat else args.prompt
@@ -144,6 +152,8 @@ def _generate(args: argparse.Namespace) -> None:
 
 
 def _chat(args: argparse.Namespace) -> None:
+    from jaxinfer import api
+
     sampling = _sampling(args)
     messages = [{"role": "system", "content": args.system}] if args.system else []
     with api.LLM(**_engine_options(args)) as llm:
@@ -176,7 +186,7 @@ class _Stats:
         return f"time to first token {self.first_token_s * 1e3:.0f} ms, {self.num_tokens} tokens, {rate}"
 
 
-def _print_stream(llm: api.LLM, prompt: Any, sampling: SamplingParams, *, before: str = "") -> _Stats:
+def _print_stream(llm: LLM, prompt: Any, sampling: SamplingParams, *, before: str = "") -> _Stats:
     """Prints an answer as it comes, after `before` once the request is accepted. Ctrl-C ends it, not the program."""
     stats = _Stats()
     start_s = time.perf_counter()
@@ -197,10 +207,14 @@ def _print_stream(llm: api.LLM, prompt: Any, sampling: SamplingParams, *, before
 
 
 def _convert(args: argparse.Namespace) -> None:
+    from jaxinfer import api
+
     api.convert(args.model, args.out, revision=args.revision, dtype=args.dtype)
 
 
 def _doctor(args: argparse.Namespace) -> int:
+    from jaxinfer import doctor
+
     report = doctor.examine(EngineConfig(**_engine_options(args)))
     print(report.to_json() if args.json else report)
     return 0 if report.healthy else EXIT_FAILED

@@ -75,6 +75,15 @@ def num_bytes(specs: Specs, dtype: jnp.dtype) -> int:
     return sum(spec.size for spec in specs.values()) * jnp.dtype(dtype).itemsize
 
 
+def abstract_params(
+    specs: Specs, dtype: jnp.dtype, shardings: Mapping[str, jax.sharding.Sharding]
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes, dtypes and shardings of all parameters, with no memory behind them."""
+    return {
+        name: jax.ShapeDtypeStruct(spec.array_shape, dtype, sharding=shardings[name]) for name, spec in specs.items()
+    }
+
+
 def random_params(specs: Specs, dtype: jnp.dtype, shardings: Mapping[str, jax.sharding.Sharding], seed: int) -> Params:
     """Random weights made on the devices that hold them; the same for the same seed on any mesh."""
 

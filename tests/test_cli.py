@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import gguf
@@ -277,3 +279,10 @@ def test_broken_checkpoint_keeps_a_server_from_starting_with_its_reason_and_no_t
     assert done.returncode == 1 and done.stdout == ""
     assert re.fullmatch(f"jaxinfer serve: {BROKEN[make]}.*", done.stderr.splitlines()[-1])
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("args", [["--help"], ["serve", "--help"], ["serve", "--max-num-seqs", "many"]])
+def test_help_and_wrong_usage_do_not_wait_for_jax(args):
+    code = "import sys\nfrom jaxinfer import cli\ntry:\n cli.main(sys.argv[1:])\nfinally:\n print('jax' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.splitlines()[-1] == "False", done.stderr

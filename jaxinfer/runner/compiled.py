@@ -1,12 +1,14 @@
-"""Compiling: every step and the small programs around it, before the first request and never after."""
+"""Compiling, or fetching: every step and the small programs around it, before the first request and never after."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
+import secrets
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +16,7 @@ import jax.numpy as jnp
 
 from jaxinfer.runner import inputs
 from jaxinfer.runner.buckets import Bucket
+from jaxinfer.runner.executables import Executables, Program, hits_of_jax
 from jaxinfer.runner.step import StepBuilder
 
 GPU_OPTIONS = {
@@ -31,6 +34,10 @@ UNCAPTURED = {"xla_gpu_enable_command_buffer": ""}
 
 Progress = Callable[[str, int, int], None]
 """(what is being done, steps done, steps in all)."""
+Check = Callable[[], None]
+"""Raises what went wrong elsewhere meanwhile, so that nobody waits for programs that will not be used."""
+CHECK_EVERY_S = 0.1
+MAX_THREADS = 8
 
 
 class Programs(NamedTuple):
@@ -48,50 +55,123 @@ class Programs(NamedTuple):
     set_up_slot: Any  # (state, packed history) -> state
 
 
-def compile_programs(builder: StepBuilder, params: Any, progress: Progress) -> Programs:
-    """Compiles everything: traced one by one, compiled in parallel, since compilation releases the GIL."""
-    buckets = builder.buckets
-    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
-        # The largest first: they take longest.
-        steps = {b: pool.submit(compile_lowered, builder, lower_step(builder, params, b)) for b in reversed(buckets)}
-        samplers = {
-            rows: pool.submit(compile_lowered, builder, lower_sampler(builder, rows))
-            for rows in sorted({bucket.rows for bucket in buckets})
-        }
-        small = {
-            name: pool.submit(compile_lowered, builder, lowered, captured=False)
-            for name, lowered in lower_small(builder).items()
-        }
-        futures = {f"compiling {bucket}": future for bucket, future in steps.items()}
-        futures |= {f"compiling sampler, {rows} rows": future for rows, future in samplers.items()}
-        for done, (stage, future) in enumerate(futures.items()):
-            progress(stage, done, len(futures))
-            future.result()
-        progress("compiled", len(futures), len(futures))
-        return Programs(
-            steps={bucket: steps[bucket].result() for bucket in buckets},
-            samplers={rows: future.result() for rows, future in samplers.items()},
-            **{name: future.result() for name, future in small.items()},
-        )
+def compile_programs(
+    builder: StepBuilder, params: Any, executables: Executables, progress: Progress, check: Check = lambda: None
+) -> Programs:
+    """Fetches what `executables` has and compiles the rest: traced one by one, compiled in parallel without the GIL.
+
+    params: arrays or their abstract values with shardings.
+    """
+    # The largest first: they take longest.
+    steps = {bucket: step_program(builder, params, bucket) for bucket in reversed(builder.buckets)}
+    samplers = {rows: sampler_program(builder, rows) for rows in sorted({bucket.rows for bucket in builder.buckets})}
+    small = small_programs(builder)
+    programs = [*steps.values(), *samplers.values(), *small.values()]
+    made = _make(builder, programs, executables, progress, check)
+    return Programs(
+        steps={bucket: made[steps[bucket].name] for bucket in builder.buckets},
+        samplers={rows: made[program.name] for rows, program in samplers.items()},
+        **{name: made[program.name] for name, program in small.items()},
+    )
 
 
-def lower_step(builder: StepBuilder, params: Any, bucket: Bucket) -> jax.stages.Lowered:
-    """Traces a bucket's step. `params` are arrays or their abstract values with shardings."""
-    with _donations_are_errors():
-        step = jax.jit(builder.step(bucket), donate_argnums=1)
-        return step.lower(params, builder.abstract_state, builder.abstract_inputs)
+def largest_temp_bytes(
+    builder: StepBuilder, params: Any, executables: Executables, progress: Progress, check: Check
+) -> int:
+    """Bytes of temporaries of the largest step on each device, which do not depend on the number of pages.
+
+    From `executables` if a former start stored it under the key of the builder as it is before its pool is sized.
+    """
+    program = step_program(builder, params, builder.buckets[-1])
+    key = executables.key(builder, program)
+    found = executables.fetch_number(key)
+    if found is None:
+        progress(f"compiling {program.name} to size the cache", 0, 1)
+        with _threads(1) as pool:
+            compiled = _result(pool.submit(compile_lowered, builder, lower(program)), check)
+        found = compiled.memory_analysis().temp_size_in_bytes
+        executables.store_number(key, found)
+    return found
 
 
-def lower_sampler(builder: StepBuilder, rows: int) -> jax.stages.Lowered:
-    """Traces the sampler of steps with this many rows."""
-    with _donations_are_errors():
-        return jax.jit(builder.sampler(rows), donate_argnums=0).lower(builder.abstract_state)
+def _make(
+    builder: StepBuilder, programs: list[Program], executables: Executables, progress: Progress, check: Check
+) -> dict[str, Any]:
+    """Compiled programs by their names."""
+    keys = {program.name: executables.key(builder, program) if executables.enabled else "" for program in programs}
+    made, missing = {}, []
+    with _threads(MAX_THREADS) as pool:
+        fetched = {p.name: pool.submit(executables.fetch, keys[p.name], builder, p) for p in programs}
+        for program in programs:
+            if (compiled := _result(fetched[program.name], check)) is None:
+                missing.append(program)
+            else:
+                made[program.name] = compiled
+                progress(f"fetched {len(made)} of {len(programs)} steps from the cache", len(made), len(programs))
+        # Where an entry was deleted, JAX's own cache may still have the program of its key. That one cannot be kept
+        # (see Executables.store), so it is compiled again, under a name that no cache knows.
+        for suffix in ("", secrets.token_hex(4)):
+            compiling = {}
+            for program in missing:
+                check()
+                progress(f"tracing {program.name}", len(made), len(programs))
+                lowered = lower(program, keys[program.name] + suffix)
+                compiling[program.name] = pool.submit(
+                    _compile_and_store, program, lowered, executables, keys[program.name]
+                )
+            for name, future in compiling.items():
+                progress(f"compiling {name}", len(made), len(programs))
+                if (compiled := _result(future, check)) is not None:
+                    made[name] = compiled
+            missing = [program for program in missing if program.name not in made]
+    progress("compiled", len(programs), len(programs))
+    return made
 
 
-def lower_small(builder: StepBuilder) -> dict[str, jax.stages.Lowered]:
-    """Traces the programs around the steps, by their names in Programs."""
+def _compile_and_store(
+    program: Program, lowered: jax.stages.Lowered, executables: Executables, key: str
+) -> jax.stages.Compiled | None:
+    """None if it has to be compiled under another name to be kept."""
+    with hits_of_jax() as hits:
+        compiled = _compile(lowered, program.options)
+    return compiled if executables.store(key, compiled, complete=not hits) else None
+
+
+@contextlib.contextmanager
+def _threads(count: int) -> Iterator[ThreadPoolExecutor]:
+    """Threads that, on an error, are waited for only as long as what they have begun takes."""
+    with ThreadPoolExecutor(max_workers=min(count, os.cpu_count() or 1)) as pool:
+        try:
+            yield pool
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _result(future: Future[Any], check: Check) -> Any:
+    while not wait([future], timeout=CHECK_EVERY_S).done:
+        check()
+    return future.result()
+
+
+def step_program(builder: StepBuilder, params: Any, bucket: Bucket) -> Program:
+    """A bucket's step. `params` are arrays or their abstract values with shardings."""
+    args = (_abstract(params), builder.abstract_state, builder.abstract_inputs)
+    options = _options(builder, captured=True)
+    return Program(str(bucket), builder.step(bucket), args, builder.abstract_state, donated=(1,), options=options)
+
+
+def sampler_program(builder: StepBuilder, rows: int) -> Program:
+    """The sampler of steps with this many rows."""
+    state, options = builder.abstract_state, _options(builder, captured=True)
+    return Program(f"sampler, {rows} rows", builder.sampler(rows), (state,), state, donated=(0,), options=options)
+
+
+def small_programs(builder: StepBuilder) -> dict[str, Program]:
+    """The programs around the steps, by their names in Programs."""
     state, staged = builder.abstract_state, builder.abstract_inputs
     history = builder.replicated((inputs.history_size(builder.shape.max_model_len),), jnp.int32)
+    options = _options(builder, captured=False)
 
     def stage(staged: jax.Array, new: jax.Array) -> jax.Array:
         return staged.at[:].set(new)
@@ -99,19 +179,63 @@ def lower_small(builder: StepBuilder) -> dict[str, jax.stages.Lowered]:
     def read(array: jax.Array) -> jax.Array:
         return jnp.where(True, array, 0)  # computed, since an identity would hand out the donated buffer itself
 
+    found = (
+        Program("stage", stage, (staged, staged), staged, donated=(0,), options=options),
+        Program("read_tokens", read, (state.last_token,), state.last_token, options=options),
+        Program("read_logprobs", read, (state.logprobs,), state.logprobs, options=options),
+        Program("set_up_slot", builder.set_up_slot, (state, history), state, donated=(0,), options=options),
+    )
+    return {program.name: program for program in found}
+
+
+def lower(program: Program, key: str = "") -> jax.stages.Lowered:
+    """Traces a program.
+
+    Its name in JAX ends in `key`, if there is one: JAX's own cache then has it only if it was compiled for that key.
+    """
+
+    def run(*args: Any) -> Any:
+        return program.function(*args)
+
+    if key:
+        run.__name__ = run.__qualname__ = re.sub(r"\W+", "_", f"{program.name} {key[:16]}{key[64:]}")
     with _donations_are_errors():
-        return {
-            "stage": jax.jit(stage, donate_argnums=0).lower(staged, staged),
-            "read_tokens": jax.jit(read).lower(state.last_token),
-            "read_logprobs": jax.jit(read).lower(state.logprobs),
-            "set_up_slot": jax.jit(builder.set_up_slot, donate_argnums=0).lower(state, history),
-        }
+        return jax.jit(run, donate_argnums=program.donated).lower(*program.args)
+
+
+def lower_step(builder: StepBuilder, params: Any, bucket: Bucket) -> jax.stages.Lowered:
+    """Traces a bucket's step. `params` are arrays or their abstract values with shardings."""
+    return lower(step_program(builder, params, bucket))
+
+
+def lower_sampler(builder: StepBuilder, rows: int) -> jax.stages.Lowered:
+    """Traces the sampler of steps with this many rows."""
+    return lower(sampler_program(builder, rows))
+
+
+def lower_small(builder: StepBuilder) -> dict[str, jax.stages.Lowered]:
+    """Traces the programs around the steps, by their names in Programs."""
+    return {name: lower(program) for name, program in small_programs(builder).items()}
 
 
 def compile_lowered(builder: StepBuilder, lowered: jax.stages.Lowered, *, captured: bool = True) -> jax.stages.Compiled:
     """Compiles for the builder's devices; on GPUs so that it is captured in a graph, or so that it is not."""
-    options = GPU_OPTIONS if captured else UNCAPTURED
-    return lowered.compile(compiler_options=None if builder.platform == "cpu" else options)
+    return _compile(lowered, _options(builder, captured=captured))
+
+
+def _compile(lowered: jax.stages.Lowered, options: Mapping[str, Any] | None) -> jax.stages.Compiled:
+    return lowered.compile(compiler_options=None if options is None else dict(options))
+
+
+def _options(builder: StepBuilder, *, captured: bool) -> Mapping[str, Any] | None:
+    """Of XLA; on a GPU for a program that is captured in a graph, or for one that is not."""
+    if builder.platform == "cpu":
+        return None
+    return GPU_OPTIONS if captured else UNCAPTURED
+
+
+def _abstract(arrays: Any) -> Any:
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), arrays)
 
 
 @contextlib.contextmanager

@@ -14,13 +14,18 @@ import numpy as np
 from jaxinfer.params import Params
 from jaxinfer.runner import cache, inputs, sampling
 from jaxinfer.runner.buckets import Bucket, choose
-from jaxinfer.runner.compiled import Progress, compile_programs
+from jaxinfer.runner.compiled import Programs, Progress
 from jaxinfer.runner.step import StepBuilder
 from jaxinfer.scheduler.plan import PrefillChunk, StepPlan, StepResult
 from jaxinfer.types import TokenLogprobs
 
-WARM_UP_RUNS = {"cpu": 1, "gpu": 4}
-"""Runs of each bucket before ready: a graph is recorded on the second run and replayed from the third."""
+WARM_UP_RUNS = {"cpu": 1, "gpu": 3}
+"""Runs of each program before ready: a graph is recorded on the second run and replayed from the third."""
+QUICK_MS = 10.0
+MORE_RUNS = 2
+"""Further replays of a step that takes less than QUICK_MS, by which a time of few milliseconds is sure."""
+EMPTY_PLAN = StepPlan(0, (), ())
+"""Padding alone."""
 
 
 class InFlight(NamedTuple):
@@ -34,18 +39,18 @@ class InFlight(NamedTuple):
 class ModelRunner:
     """Parameters, state and compiled programs of one model on one mesh. Ready once made."""
 
-    def __init__(self, builder: StepBuilder, params: Params, progress: Progress):
-        """Compiles and warms up. The state is zeros."""
+    def __init__(self, builder: StepBuilder, params: Params, programs: Programs, progress: Progress):
+        """Warms up: every program runs. The state is zeros."""
         self._builder = builder
         self._params = params
-        self._programs = compile_programs(builder, params, progress)
+        self._programs = programs
         self._state = cache.zeros(builder.abstract_state)
         self._staged = jnp.zeros_like(builder.abstract_inputs, device=builder.abstract_inputs.sharding)
         hole_bytes = max(cache.HOLE_BYTES, self._staged.nbytes, self._state.logprobs.nbytes)
         self._around_holes = cache.make_holes(hole_bytes) if builder.platform != "cpu" else []
         self._counter = CompilationCounter()
         self.times_ms = self._warm_up(progress)
-        """Of each bucket, full of padding: the median of the last runs, in ms."""
+        """Of each bucket, full of padding: the median of the runs that replayed its graph, in ms."""
 
     @property
     def compilations_after_ready(self) -> int:
@@ -109,24 +114,33 @@ class ModelRunner:
 
         Waits after every program: XLA fails when a second program is launched while the first is being recorded.
         """
-        empty, buckets = StepPlan(0, (), ()), self._builder.buckets
+        platform, buckets = self._builder.platform, self._builder.buckets
+        least = WARM_UP_RUNS[platform]
         history = np.zeros(inputs.history_size(self._builder.shape.max_model_len), np.int32)
         history[0] = self._builder.shape.num_slots
         self._state = jax.block_until_ready(self._programs.set_up_slot(self._state, history))
+        total = len(self._programs.samplers) + len(buckets)
+        for done, (rows, sampler) in enumerate(self._programs.samplers.items()):
+            progress(f"warming up sampler, {rows} rows", done, total)
+            for _ in range(least):
+                self._state = jax.block_until_ready(sampler(self._state))
+        self.collect(self._read(EMPTY_PLAN, wants_logprobs=True))
         times_ms = {}
-        for done, bucket in enumerate(buckets):
-            progress(f"warming up {bucket}", done, len(buckets))
-            runs_ms = []
-            for _ in range(WARM_UP_RUNS[self._builder.platform]):
-                start_s = time.perf_counter()
-                self._run(bucket, empty)
-                jax.block_until_ready(self._state)
-                runs_ms.append((time.perf_counter() - start_s) * 1e3)
-                self._state = jax.block_until_ready(self._programs.samplers[bucket.rows](self._state))
-                self.collect(self._read(empty, wants_logprobs=True))
-            times_ms[bucket] = statistics.median(runs_ms[-2:])
-        progress("warmed up", len(buckets), len(buckets))
+        for done, bucket in enumerate(buckets, len(self._programs.samplers)):
+            progress(f"warming up {bucket}", done, total)
+            runs_ms = [self._time_run(bucket) for _ in range(least)]
+            if platform != "cpu" and runs_ms[-1] < QUICK_MS:
+                runs_ms += [self._time_run(bucket) for _ in range(MORE_RUNS)]
+            times_ms[bucket] = statistics.median(runs_ms[least - 1 :])
+        progress("warmed up", total, total)
         return times_ms
+
+    def _time_run(self, bucket: Bucket) -> float:
+        """Milliseconds of a step on padding, waited for."""
+        start_s = time.perf_counter()
+        self._run(bucket, EMPTY_PLAN)
+        jax.block_until_ready(self._state)
+        return (time.perf_counter() - start_s) * 1e3
 
 
 class CompilationCounter:

@@ -75,7 +75,7 @@ def sized(config: EngineConfig):
     mesh = build.rules.make_mesh(1)
     shape = build._state_shape(config, model, mesh)
     builder = build.StepBuilder(model=model, shape=shape, vocab_size=model.vocab_rows, mesh=mesh, buckets=())
-    return build._size_pool(config, builder, {})
+    return build._size_pool(config, builder, lambda: 0)
 
 
 def checkpoint_with(**parts) -> Checkpoint:
@@ -124,3 +124,10 @@ def test_chunks_beside_decode_rows_are_as_large_as_keeps_every_step_within_its_t
     assert build._max_mixed_tokens(config, buckets, times_ms, GPU) == 512
     config = dataclasses.replace(config, max_step_ms=1e3)
     assert build._max_mixed_tokens(config, buckets, times_ms, GPU) == 8192
+
+
+def test_a_calm_step_takes_no_longer_than_two_decode_steps_and_is_never_smaller_than_the_smallest():
+    buckets = make_buckets("gpu", 256, 8192)
+    times_ms = {bucket: 3 + bucket.tokens / 100 for bucket in buckets}  # 3.32 ms for 32 decode rows
+    assert build._calm_mixed_tokens(buckets, times_ms, GPU) == 256
+    assert build._calm_mixed_tokens(buckets, {b: 1 if b.decode else 9 for b in buckets}, GPU) == 16

@@ -146,11 +146,12 @@ def test_every_front_end_gives_the_same_answers(serve):
 
 
 def test_front_end_that_is_killed_takes_its_requests_and_the_server_drains_and_says_which(serve):
-    server = serve("--max-num-seqs", "4", "--max-num-batched-tokens", "32")
+    server = serve("--max-num-seqs", "24", "--max-num-batched-tokens", "64")
     engine_pid, front_ends = processes(server)
+    body = LONG | {"n": 8}  # all run at once, and so slowly that none is done when the front end goes
     with contextlib.ExitStack() as stack:
         replies = [
-            stack.enter_context(httpx.stream("POST", server.url + "/v1/completions", json=LONG, timeout=30))
+            stack.enter_context(httpx.stream("POST", server.url + "/v1/completions", json=body, timeout=30))
             for _ in range(NUM_FRONT_ENDS)
         ]
         lines = [reply.iter_lines() for reply in replies]
@@ -173,9 +174,9 @@ def test_front_end_that_is_killed_takes_its_requests_and_the_server_drains_and_s
 
 
 def test_killed_engine_ends_streams_of_every_front_end_with_the_reason_and_then_the_server(serve):
-    server = serve("--max-num-seqs", "8", "--max-num-batched-tokens", "32")
+    server = serve("--max-num-seqs", "24", "--max-num-batched-tokens", "64")
     engine_pid, front_ends = processes(server)
-    body = LONG | {"n": 2}  # all run at once, and none is done when the engine goes
+    body = LONG | {"n": 8}  # all run at once, and so slowly that none is done when the engine goes
     with contextlib.ExitStack() as stack:
         replies = [
             stack.enter_context(httpx.stream("POST", server.url + "/v1/completions", json=body, timeout=60))

@@ -1,0 +1,127 @@
+"""Bytes by key in a folder of files: what is damaged is thrown away, what was used least recently makes room.
+
+What is kept here is run as code by whoever reads it, so that only the user's own files in the user's own folder count.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import stat
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+MAX_BYTES = 2**30
+"""Most that a folder holds: about a hundred configurations, at 0.1 to 0.4 MB for each of the 40 programs of one."""
+MAGIC = b"jaxinfer entry 1\n"
+STALE_S = 3600.0
+"""Age from which a file that is being written belongs to a process that died."""
+_DIGEST_BYTES = hashlib.sha256().digest_size
+
+
+class DiskCache:
+    """A folder of entries. Threads and processes may share it: an entry appears whole or not at all."""
+
+    def __init__(self, folder: Path, max_bytes: int = MAX_BYTES):
+        self._folder = folder
+        self._max_bytes = max_bytes
+        self._lock = threading.Lock()
+
+    @classmethod
+    def open(cls, folder: Path, max_bytes: int = MAX_BYTES) -> DiskCache | None:
+        """The cache in `folder`, which is made for this user alone. None, with a warning, where others could write."""
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            info = folder.stat()
+        except OSError as error:
+            log.warning("compiled steps are not kept: %s", error)
+            return None
+        if info.st_uid != os.geteuid() or info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            log.warning(
+                "compiled steps are neither kept nor read: others can write to %s (owner %d, mode %o), and what is in "
+                "it is run as code; make it yours alone (chmod 700) or give another --compile-cache-dir",
+                folder,
+                info.st_uid,
+                stat.S_IMODE(info.st_mode),
+            )
+            return None
+        return cls(folder, max_bytes)
+
+    def get(self, key: str) -> bytes | None:
+        """What was put under `key`. None if there is nothing; what is damaged or not the user's own is deleted."""
+        path = self._folder / key
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            self.discard(key, str(error))
+            return None
+        with open(fd, "rb") as file:
+            info = os.fstat(fd)
+            if not stat.S_ISREG(info.st_mode) or info.st_uid != os.geteuid() or info.st_mode & 0o022:
+                self.discard(key, "others can write to it")
+                return None
+            data = file.read()
+        header = len(MAGIC) + _DIGEST_BYTES
+        if data[:header] != MAGIC + _digest(key, data[header:]):
+            self.discard(key, f"its {len(data)} bytes are damaged")
+            return None
+        with contextlib.suppress(OSError):
+            os.utime(path)  # deleted last, of those that are there
+        return data[header:]
+
+    def put(self, key: str, data: bytes) -> None:
+        """Keeps `data`, and deletes what was used least recently beyond the limit. A disk that fails is a warning."""
+        content = MAGIC + _digest(key, data) + data
+        if len(content) > self._max_bytes:
+            log.warning("an entry of %d bytes is not kept: the limit of %s is less", len(content), self._folder)
+            return
+        try:
+            fd, name = tempfile.mkstemp(prefix=".", dir=self._folder)
+            try:
+                with open(fd, "wb") as file:
+                    file.write(content)
+                os.replace(name, self._folder / key)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    os.unlink(name)
+                raise
+            self._make_room()
+        except OSError as error:
+            log.warning("a compiled step is not kept: %s", error)
+
+    def discard(self, key: str, reason: str) -> None:
+        """Deletes an entry that cannot be used."""
+        log.warning("%s is discarded: %s", self._folder / key, reason)
+        with contextlib.suppress(OSError):
+            os.unlink(self._folder / key)
+
+    def _make_room(self) -> None:
+        with self._lock:
+            found = []
+            for entry in os.scandir(self._folder):
+                with contextlib.suppress(FileNotFoundError):  # another process made room too
+                    info = entry.stat(follow_symlinks=False)
+                    if not entry.name.startswith("."):
+                        found.append((info.st_mtime_ns, info.st_size, entry.path))
+                    elif time.time() - info.st_mtime > STALE_S:
+                        os.unlink(entry.path)
+            excess = sum(size for _, size, _ in found) - self._max_bytes
+            for _, size, path in sorted(found):
+                if excess <= 0:
+                    return
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(path)
+                excess -= size
+
+
+def _digest(key: str, data: bytes) -> bytes:
+    """Of an entry: with its key, so that a file under another name is as good as damaged."""
+    return hashlib.sha256(key.encode() + b"\n" + data).digest()
