@@ -59,7 +59,9 @@ class EngineConfig:
     seed: int = 0
     """Of random weights, with load_format dummy."""
     compile_cache_dir: str | None = None
-    """Folder in which compiled steps are kept between runs. None: ~/.cache/jaxinfer/xla. Empty: none."""
+    """Folder in which compiled steps are kept between runs, whole ones in its folder `steps`, of 1 GiB at most.
+
+    None: ~/.cache/jaxinfer/xla. Empty: none. What is in it is run as code: nobody else may write to it."""
 
     def __post_init__(self) -> None:
         def at_least(name: str, least: int) -> None:
@@ -99,6 +101,7 @@ class SchedulerLimits:
     max_num_seqs: int  # slots, numbered from 0
     max_step_tokens: int  # tokens in a step while nothing decodes
     max_mixed_tokens: int  # tokens in a step with decode rows, these included
+    calm_mixed_tokens: int | None = None  # the same while few sequences wait; None: no less than always
     max_waiting: int  # requests
 
 

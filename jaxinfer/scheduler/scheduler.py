@@ -25,6 +25,8 @@ from jaxinfer.types import InvalidRequest, QueueFull, Request, TokenEvent
 
 MAX_IN_FLIGHT = 2
 """Plans whose results are not read yet: the step that runs and the one queued behind it."""
+WAITING_SHARE = 4
+"""Decoding sequences for each one that waits, below which prompts are computed as fast as streams may bear."""
 
 
 class _Flight(NamedTuple):
@@ -239,10 +241,13 @@ class Scheduler:
     def _plan_prefills(self, num_decodes: int, samplers: dict[int, Sequence]) -> list[PrefillChunk]:
         """Chunks of known tokens: of the sequence in prefill, then of those newly admitted, while tokens are left."""
         limits = self.limits
-        num_left = limits.max_mixed_tokens - num_decodes if num_decodes else limits.max_step_tokens
         chunks: list[PrefillChunk] = []
         seq = self._running[-1] if self._running else None
-        if seq is None or seq.num_computed >= seq.prefill_end:
+        in_prefill = seq is not None and seq.num_computed < seq.prefill_end
+        num_waiting = len(self._waiting) + in_prefill
+        limit = self._mixed_limit(num_decodes, num_waiting) if num_decodes else limits.max_step_tokens
+        num_left = limit - num_decodes
+        if not in_prefill:
             seq = self._admit()
         # There is a token left for it: it has no decode row, so there are fewer of these than max_mixed_tokens.
         while seq is not None:
@@ -253,6 +258,18 @@ class Scheduler:
             num_left -= len(chunk.token_ids)
             seq = self._admit() if num_left else None
         return chunks
+
+    def _mixed_limit(self, num_decodes: int, num_waiting: int) -> int:
+        """Tokens of a step beside `num_decodes` decode rows, these included: more than there are rows.
+
+        A large step makes every stream wait, but gets through prompts quicker. So it is calm while few wait: streams
+        then go on at nearly their own pace. From a sequence that waits for every WAITING_SHARE that decode, the prompts
+        come first, up to what `max_mixed_tokens` allows.
+        """
+        limits = self.limits
+        if limits.calm_mixed_tokens is None or num_waiting * WAITING_SHARE > num_decodes:
+            return limits.max_mixed_tokens
+        return min(max(limits.calm_mixed_tokens, 2 * num_decodes), limits.max_mixed_tokens)
 
     def _admit(self) -> Sequence | None:
         """Gives the head of the queue a slot and the pages of its known tokens; None if it, and so all, have to wait.
@@ -282,7 +299,8 @@ class Scheduler:
         `page_size` takes a page in a step. The first chunk has at least 1 token, later ones what the decode rows leave;
         nobody else is admitted before the prompt is done. Sequences that end meanwhile only free pages.
         """
-        per_step = min(self.limits.max_step_tokens, self.limits.max_mixed_tokens - len(self._running))
+        num_running = len(self._running)
+        per_step = min(self.limits.max_step_tokens, self._mixed_limit(num_running, 0) - num_running)
         num_steps = -(-(known - 1) // per_step) + 1
         page_size, total = self.limits.page_size, 0
         for seq in self._running:

@@ -125,3 +125,19 @@ def test_no_admission_is_undone_before_it_gave_a_token_and_had_a_decode_row(seed
             last = num_known + 1 in (chunk.prompt_len + chunk.request.max_tokens, harness.limits.max_model_len)
             if chunk.samples and not last:
                 assert chunk.slot in {row.slot for row in following.decodes}, f"step {following.step} preempts it"
+
+
+def test_few_that_wait_get_small_chunks_beside_decode_rows_and_many_get_large_ones():
+    harness = Harness(max_num_seqs=16, max_mixed_tokens=64, calm_mixed_tokens=12, num_pages=400, max_step_tokens=64)
+    for i in range(8):
+        harness.submit(f"old{i}", 2, max_tokens=50)
+    harness.step()
+    harness.submit("one", 60, max_tokens=2)
+    harness.submit("two", 60, max_tokens=2)
+    calm = harness.step()  # 2 wait, 8 decode: twice as many tokens as decode rows
+    harness.submit("three", 60, max_tokens=2)
+    hurried = harness.step()
+    assert calm is not None and hurried is not None
+    assert (len(calm.decodes), calm.num_tokens) == (8, 16)
+    assert (len(hurried.decodes), hurried.num_tokens) == (8, 64)
+    harness.drain()

@@ -11,14 +11,16 @@ from jaxinfer.types import InvalidRequest
 from tests.scheduler.fake_device import VOCAB, Harness
 
 
-def random_limits(rng: random.Random) -> dict[str, int]:
+def random_limits(rng: random.Random) -> dict[str, int | None]:
     """From one slot and a pool of one page to comfort, so that preemption is common."""
     num_seqs = rng.choice([1, 2, 3, 5, 8])
+    max_mixed = num_seqs + rng.choice([0, 1, 3, 9])
     return {
         "page_size": rng.choice([1, 2, 4, 8]),
         "num_pages": rng.choice([1, 3, 7, 12, 20, 60]),
         "max_num_seqs": num_seqs,
-        "max_mixed_tokens": num_seqs + rng.choice([0, 1, 3, 9]),
+        "max_mixed_tokens": max_mixed,
+        "calm_mixed_tokens": rng.choice([None, 1, max_mixed]),
         "max_step_tokens": rng.choice([1, 4, 11, 32]),
         "max_model_len": rng.choice([9, 30, 64]),
     }
