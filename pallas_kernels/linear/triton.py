@@ -131,7 +131,7 @@ def _one_row(
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     weight_ptr += layer * ((2 if GATED else 1) * N * K)
-    weights = weight_ptr + n[:, None] * K + k[None, :]
+    weights = weight_ptr + n.to(tl.int64)[:, None] * K + k[None, :]  # a head has 2**31 numbers and more
     acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     up = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     squares = tl.zeros([BLOCK_K], tl.float32)
@@ -207,7 +207,7 @@ def _few_rows(
     m = tl.arange(0, BLOCK_M)
     k = tl.arange(0, BLOCK_K)
     first = split * DEPTH
-    weights = weight_ptr + layer * (PARTS * N * K) + n[:, None] * K + first + k[None, :]
+    weights = weight_ptr + layer * (PARTS * N * K) + n.to(tl.int64)[:, None] * K + first + k[None, :]
     xs = x_ptr + m[None, :] * K + first + k[:, None]
     in_step = (m < tl.load(num_rows_ptr))[None, :]
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
