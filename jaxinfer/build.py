@@ -30,7 +30,7 @@ from jaxinfer.progress import Progress
 from jaxinfer.runner import cache
 from jaxinfer.runner.buckets import Bucket, make_buckets
 from jaxinfer.runner.compiled import compile_programs, largest_temp_bytes
-from jaxinfer.runner.disk_cache import DiskCache
+from jaxinfer.runner.disk_cache import DiskCache, is_private
 from jaxinfer.runner.executables import Executables
 from jaxinfer.runner.runner import ModelRunner
 from jaxinfer.runner.step import StepBuilder
@@ -175,7 +175,10 @@ def _out_of_memory_explained(config: EngineConfig) -> Iterator[None]:
 def set_up_jax(config: EngineConfig) -> None:
     """Process-wide settings, made before the first array: memory share and the cache of compiled steps."""
     os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", str(config.gpu_memory_utilization))
-    if directory := _cache_dir(config):
+    directory = _cache_dir(config)
+    if directory and not is_private(directory):  # JAX, too, runs what is in it
+        jax.config.update("jax_compilation_cache_dir", None)
+    elif directory:
         jax.config.update("jax_compilation_cache_dir", str(directory))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
@@ -190,7 +193,8 @@ def _cache_dir(config: EngineConfig) -> Path | None:
 def _open_executables(config: EngineConfig) -> DiskCache | None:
     """Where whole steps are kept: beside JAX's own cache, and none where the user switched that off."""
     directory = _cache_dir(config)
-    return DiskCache.open(directory / "steps") if directory and jax.config.jax_enable_compilation_cache else None
+    used = directory is not None and jax.config.jax_compilation_cache_dir == str(directory)
+    return DiskCache.open(directory / "steps") if used and jax.config.jax_enable_compilation_cache else None
 
 
 def find_devices() -> list[jax.Device]:
@@ -341,8 +345,10 @@ def _calm_mixed_tokens(buckets: list[Bucket], times_ms: Mapping[Bucket, float], 
     if rules.platform(mesh) == "cpu":
         return None
     decode_ms = max(times_ms[b] for b in buckets if b.decode and b.rows <= CALM_ROWS)
-    quick = {b.tokens for b in buckets if not b.decode and times_ms[b] <= CALM_STEPS * decode_ms}
-    return max(quick, default=min(b.tokens for b in buckets if not b.decode))
+    # A size counts with as many rows as it has, as in `_max_mixed_tokens`.
+    slow = {b.tokens for b in buckets if not b.decode and times_ms[b] > CALM_STEPS * decode_ms}
+    sizes = {b.tokens for b in buckets if not b.decode}
+    return max(sizes - slow, default=min(sizes))
 
 
 def engine_command(config: EngineConfig, *, show_progress: bool) -> list[str]:

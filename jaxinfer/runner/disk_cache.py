@@ -36,39 +36,18 @@ class DiskCache:
     @classmethod
     def open(cls, folder: Path, max_bytes: int = MAX_BYTES) -> DiskCache | None:
         """The cache in `folder`, which is made for this user alone. None, with a warning, where others could write."""
-        try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            info = folder.stat()
-        except OSError as error:
-            log.warning("compiled steps are not kept: %s", error)
-            return None
-        if info.st_uid != os.geteuid() or info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            log.warning(
-                "compiled steps are neither kept nor read: others can write to %s (owner %d, mode %o), and what is in "
-                "it is run as code; make it yours alone (chmod 700) or give another --compile-cache-dir",
-                folder,
-                info.st_uid,
-                stat.S_IMODE(info.st_mode),
-            )
-            return None
-        return cls(folder, max_bytes)
+        return cls(folder, max_bytes) if is_private(folder) else None
 
     def get(self, key: str) -> bytes | None:
         """What was put under `key`. None if there is nothing; what is damaged or not the user's own is deleted."""
         path = self._folder / key
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+            data = _read(path)
         except FileNotFoundError:
             return None
         except OSError as error:
             self.discard(key, str(error))
             return None
-        with open(fd, "rb") as file:
-            info = os.fstat(fd)
-            if not stat.S_ISREG(info.st_mode) or info.st_uid != os.geteuid() or info.st_mode & 0o022:
-                self.discard(key, "others can write to it")
-                return None
-            data = file.read()
         header = len(MAGIC) + _DIGEST_BYTES
         if data[:header] != MAGIC + _digest(key, data[header:]):
             self.discard(key, f"its {len(data)} bytes are damaged")
@@ -98,7 +77,7 @@ class DiskCache:
             log.warning("a compiled step is not kept: %s", error)
 
     def discard(self, key: str, reason: str) -> None:
-        """Deletes an entry that cannot be used."""
+        """Deletes an entry that cannot be used; a folder, which is none of ours, stays."""
         log.warning("%s is discarded: %s", self._folder / key, reason)
         with contextlib.suppress(OSError):
             os.unlink(self._folder / key)
@@ -109,6 +88,8 @@ class DiskCache:
             for entry in os.scandir(self._folder):
                 with contextlib.suppress(FileNotFoundError):  # another process made room too
                     info = entry.stat(follow_symlinks=False)
+                    if not stat.S_ISREG(info.st_mode):
+                        continue
                     if not entry.name.startswith("."):
                         found.append((info.st_mtime_ns, info.st_size, entry.path))
                     elif time.time() - info.st_mtime > STALE_S:
@@ -120,6 +101,43 @@ class DiskCache:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(path)
                 excess -= size
+
+
+def is_private(folder: Path) -> bool:
+    """Whether only this user can write to `folder`, which is made if it is not there. If not, a warning says why."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        info = folder.stat()
+    except OSError as error:
+        log.warning("compiled steps are not kept: %s", error)
+        return False
+    if info.st_uid == os.geteuid() and not info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return True
+    log.warning(
+        "compiled steps are neither kept nor read: others can write to %s (owner %d, mode %o), and what is in "
+        "it is run as code; make it yours alone (chmod 700) or give another --compile-cache-dir",
+        folder,
+        info.st_uid,
+        stat.S_IMODE(info.st_mode),
+    )
+    return False
+
+
+def _read(path: Path) -> bytes:
+    """A file of the user's own. OSError for anything else."""
+    # Neither through a link, nor waiting for whoever would write to a pipe.
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        info = os.fstat(fd)
+        if not stat.S_ISREG(info.st_mode):
+            raise OSError("it is no file")
+        if info.st_uid != os.geteuid() or info.st_mode & 0o022:
+            raise OSError("others can write to it")
+    except BaseException:
+        os.close(fd)
+        raise
+    with open(fd, "rb") as file:
+        return file.read()
 
 
 def _digest(key: str, data: bytes) -> bytes:

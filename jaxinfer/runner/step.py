@@ -23,7 +23,8 @@ from pallas_kernels.paged_attention.api import plan as plan_attention
 from pallas_kernels.paged_attention.decode import decode_attention
 
 NUM_COUNTERS = 2**14
-"""More than the results that programs of one kernel share: rows times KV heads in attention, blocks of a product."""
+"""As many results as programs of one kernel can share: rows times KV heads in attention, blocks of a product. A kernel
+that has more does not split them."""
 
 Step = Callable[[Params, DeviceState, jax.Array], DeviceState]
 

@@ -96,14 +96,32 @@ def test_nothing_is_kept_where_the_user_wants_no_cache(directory, switch):
         jax.config.update("jax_enable_compilation_cache", before)
 
 
-def test_steps_are_kept_beside_jaxs_own_cache(tmp_path):
-    before = jax.config.jax_enable_compilation_cache
+@pytest.fixture
+def settings_of_jax():
+    names = ("jax_enable_compilation_cache", "jax_compilation_cache_dir")
+    names += ("jax_persistent_cache_min_compile_time_secs", "jax_persistent_cache_min_entry_size_bytes")
+    before = {name: getattr(jax.config, name) for name in names}
     jax.config.update("jax_enable_compilation_cache", True)
-    try:
-        assert build._open_executables(EngineConfig(compile_cache_dir=str(tmp_path))) is not None
-    finally:
-        jax.config.update("jax_enable_compilation_cache", before)
-    assert (tmp_path / "steps").is_dir()
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+@pytest.mark.usefixtures("settings_of_jax")
+def test_steps_are_kept_beside_jaxs_own_cache(tmp_path):
+    config = EngineConfig(compile_cache_dir=str(tmp_path))
+    build.set_up_jax(config)
+    assert build._open_executables(config) is not None
+    assert (tmp_path / "steps").is_dir() and jax.config.jax_compilation_cache_dir == str(tmp_path)
+
+
+@pytest.mark.usefixtures("settings_of_jax")
+def test_folder_that_others_can_write_to_is_used_neither_for_steps_nor_by_jax(tmp_path, caplog):
+    tmp_path.chmod(0o777)
+    config = EngineConfig(compile_cache_dir=str(tmp_path))
+    build.set_up_jax(config)
+    assert build._open_executables(config) is None and jax.config.jax_compilation_cache_dir is None
+    assert caplog.text.count("others can write to") == 1 and not list(tmp_path.iterdir())
 
 
 def test_weights_that_cannot_be_loaded_are_the_reason_while_steps_are_compiled(monkeypatch):

@@ -163,3 +163,15 @@ def test_threads_may_share_a_cache_that_is_making_room(folder):
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         list(pool.map(use, range(100)))
     assert sum(path.stat().st_size for path in folder.iterdir()) <= 10_000
+
+
+def test_folder_or_pipe_in_the_place_of_an_entry_is_none_and_does_no_harm(tmp_path, caplog):
+    cache = DiskCache.open(tmp_path / "kept", max_bytes=200)
+    (tmp_path / "kept" / "folder").mkdir()
+    os.mkfifo(tmp_path / "kept" / "pipe")
+    assert cache.get("folder") is None and cache.get("pipe") is None
+    assert "folder is discarded: it is no file" in caplog.text
+    cache.put("folder", b"x")
+    for key in ("a", "b", "c"):
+        cache.put(key, b"y" * 60)
+    assert cache.get("a") is None and cache.get("c") == b"y" * 60
