@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,6 +39,8 @@ class Golden(NamedTuple):
 def pytest_configure() -> None:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")
+    # A shell's background job ignores interrupts, and so would the servers that tests start and interrupt.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     # A step that a cache had would not count as compiled, and an engine would write to the user's own cache. (A cache
     # shared by the workers of one run was measured too: it saved nothing.)
     os.environ.setdefault("JAX_ENABLE_COMPILATION_CACHE", "false")
