@@ -1,8 +1,8 @@
 """Calls Triton kernels from JAX: compiled to PTX that XLA launches itself, or through Triton's interpreter in tests.
 
-XLA's own custom call for PTX makes a kernel one node of a captured graph, like the kernels that XLA generates. A call
-through jax-triton is a child graph that XLA prepares at every launch, and keeps a loop around it from being unrolled:
-180 of them took 0.9 ms of host time a step, and 0.12 ms more on an H200.
+XLA's own custom call for PTX makes a kernel one node of a captured graph, like the kernels that XLA generates. With
+calls through jax-triton, 180 of them a step, a launch took 0.9 ms of host time on an H200, and the device evaluated the
+condition of the loop over the layers, 3 us a layer.
 """
 
 from __future__ import annotations
