@@ -29,6 +29,8 @@ class Target(NamedTuple):
 
 
 CPU = Target("cpu")
+HOPPER = 90
+"""Compute capability, ten times, of the GPUs that have wgmma, and for which there are kernels of Mosaic's."""
 
 
 class Route(NamedTuple):
@@ -74,11 +76,12 @@ def dispatch(op: str, routes: tuple[Route, ...], *args: Any, target: Target, **k
         except NotImplementedError as refusal:
             refusals.append(f"{route.name}: {refusal}")
             continue
-        _log_once(op, route.name, "; ".join(refusals))
+        slow = target.platform == "gpu" and route.name == "reference"
+        _log_once(logging.WARNING if slow else logging.INFO, op, route.name, "; ".join(refusals))
         return result
     raise NotImplementedError(f"no route for {op}: " + "; ".join(refusals))
 
 
 @functools.cache
-def _log_once(op: str, route: str, refusals: str) -> None:
-    log.info("%s runs on the %s route%s", op, route, f" ({refusals})" if refusals else "")
+def _log_once(level: int, op: str, route: str, refusals: str) -> None:
+    log.log(level, "%s runs on the %s route%s", op, route, f" ({refusals})" if refusals else "")

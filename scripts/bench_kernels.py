@@ -3,9 +3,9 @@
     python scripts/bench_kernels.py [--only SUBSTRING] [--output FILE.json]
 
 Every case runs on each route that takes it, but for the reference. Limits are measured first, on the same card: bytes
-against a copy of 4 GiB (read and written bytes both count), operations against a product of 8192 x 8192 bfloat16
-matrices. A case loops over several layers of its own in one captured graph, so that no cache holds what it reads and
-gaps between kernels count.
+against a device copy (read and written bytes both count), operations against a product of bfloat16 matrices. A case
+loops over several layers of its own in one captured graph, so that no cache holds what it reads and gaps between
+kernels count.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from step_timing import Rates, measure_rates
 
 from jaxinfer.runner.compiled import GPU_OPTIONS
 from pallas_kernels.dispatch import Route, Target
@@ -33,13 +34,6 @@ RUNS = 20
 DTYPE = jnp.bfloat16
 NUM_COUNTERS = 2**14
 QWEN3_4B = {"H": 32, "K": 8, "E": 128, "D": 2560, "F": 9728, "V": 151936}
-
-
-class Limits(NamedTuple):
-    """Of the card, as measured."""
-
-    bytes_per_s: float
-    flops_per_s: float
 
 
 class Case(NamedTuple):
@@ -75,27 +69,6 @@ def seconds(function: Callable[[Any], Any], state: Any) -> float:
         state = jax.block_until_ready(function(state))
         times.append(time.perf_counter() - start)
     return statistics.median(times)
-
-
-def measure_limits() -> Limits:
-    """Copy bandwidth and matrix rate on random data."""
-    size = 2**30  # float32 numbers: 4 GiB
-    times = 8
-
-    def copy(x):
-        return jax.lax.fori_loop(0, times, lambda _, y: y + 1, x)
-
-    x = jax.random.normal(jax.random.key(0), (size,), jnp.float32)
-    copy_s = seconds(jax.jit(copy, donate_argnums=0), x) / times
-    del x
-    n, products = 8192, 8
-    a = random(1, n, n, scale=n**-0.5)
-
-    def multiply(b):
-        return jax.lax.fori_loop(0, products, lambda _, c: jnp.dot(a, c), b)
-
-    product_s = seconds(jax.jit(multiply, donate_argnums=0), random(2, n, n)) / products
-    return Limits(2 * 4 * size / copy_s, 2 * n**3 / product_s)
 
 
 def attention_case(
@@ -237,11 +210,11 @@ def loop(case: Case, route: Route, target: Target, arrays: Any) -> Any:
     return jax.lax.while_loop(lambda state: state[0] < case.layers, body, start)[1]
 
 
-def measure(case: Case, route: Route, target: Target, arrays: Any, limits: Limits) -> dict[str, float]:
+def measure(case: Case, route: Route, target: Target, arrays: Any, rates: Rates) -> dict[str, float]:
     """Time per layer, and its share of the nearer limit."""
     run = jax.jit(functools.partial(loop, case, route, target)).lower(arrays).compile(compiler_options=GPU_OPTIONS)
     layer_s = seconds(lambda _: run(arrays), None) / case.layers
-    floor_s = max(case.layer_bytes / limits.bytes_per_s, case.layer_flops / limits.flops_per_s)
+    floor_s = max(case.layer_bytes / rates.copy_bytes_per_s, case.layer_flops / rates.matrix_flops)
     result = {"us": layer_s * 1e6, "share_of_limit": floor_s / layer_s}
     if case.layer_bytes:
         result["tb_per_s"] = case.layer_bytes / layer_s / 1e12
@@ -260,8 +233,8 @@ def main() -> None:
     target = Target.of(jax.devices()[0])
     if target.platform != "gpu":
         parser.error("there is no GPU here")
-    limits = measure_limits()
-    print(f"limits: {limits.bytes_per_s / 1e12:.2f} TB/s, {limits.flops_per_s / 1e12:.0f} TFLOP/s", flush=True)
+    rates = measure_rates()
+    print(f"limits: {rates.copy_bytes_per_s / 1e12:.2f} TB/s, {rates.matrix_flops / 1e12:.0f} TFLOP/s", flush=True)
     found: dict[str, dict[str, dict[str, float]]] = {}
     for case in cases():
         if args.only not in case.name:
@@ -271,14 +244,14 @@ def main() -> None:
             if args.route and route.name != args.route:
                 continue
             try:
-                result = measure(case, route, target, arrays, limits)
+                result = measure(case, route, target, arrays, rates)
             except NotImplementedError:
                 continue
             found.setdefault(case.name, {})[route.name] = result
             print(f"{case.name:45s} {route.name:12s} {result}", flush=True)
         del arrays
         if args.output:
-            record = {"limits": limits._asdict(), "device": jax.devices()[0].device_kind, "cases": found}
+            record = {"limits": rates._asdict(), "device": jax.devices()[0].device_kind, "cases": found}
             args.output.write_text(json.dumps(record, indent=1) + "\n")
 
 

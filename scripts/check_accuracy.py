@@ -118,7 +118,7 @@ def compare(config: dict[str, Any], cpu: jax.Device, gpu: jax.Device) -> dict[st
 
 
 def figures(expected: np.ndarray, got: np.ndarray) -> dict[str, float]:
-    """Of log-probabilities [N, V] each, in nats. Over all tokens, and over the likeliest hundred."""
+    """Of log-probabilities [N, V] each, in nats."""
     difference = np.abs(got - expected)
     regret = expected.max(1) - np.take_along_axis(expected, got.argmax(1)[:, None], 1)[:, 0]
     return {

@@ -26,12 +26,11 @@ from jax.experimental import serialize_executable
 
 from jaxinfer.runner.disk_cache import DiskCache
 from jaxinfer.runner.step import StepBuilder
+from pallas_kernels.dispatch import HOPPER
 
 log = logging.getLogger(__name__)
 
 FORMAT = 1
-HOPPER = 90
-"""Compute capability, ten times, of the GPUs for which there are kernels of Mosaic's."""
 SOURCES = (
     "jaxinfer/models",
     "jaxinfer/params.py",

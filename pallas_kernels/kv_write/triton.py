@@ -91,7 +91,7 @@ def _kv_write(
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     half = tl.arange(0, HALF_BLOCK)
     g = tl.arange(0, GROUP_BLOCK)
-    flat = (token >= 0)[:, None] & (half < HALF)[None, :]
+    flat = (half < HALF)[None, :]
     heads = flat[:, None, :] & (g < GROUP)[None, :, None]
     cos = tl.load(cos_ptr + token[:, None] * HALF + half[None, :], mask=flat, other=0.0)
     sin = tl.load(sin_ptr + token[:, None] * HALF + half[None, :], mask=flat, other=0.0)

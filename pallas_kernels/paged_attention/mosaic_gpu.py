@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import jax
 
-from pallas_kernels.dispatch import Target
+from pallas_kernels.dispatch import HOPPER, Target
 from pallas_kernels.paged_attention import mosaic_prefill, triton_decode
 
 if TYPE_CHECKING:
@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
 LEAST_TOKENS = 64
 """Tokens of a step that are worth this kernel: it takes a second to lower for each size of a step."""
-HOPPER = 90
-"""Compute capability, ten times. wgmma is on no other."""
 
 
 def run(

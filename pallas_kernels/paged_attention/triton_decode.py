@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from pallas_kernels.dispatch import Target
+from pallas_kernels.paged_attention.triton_softmax import add_sink, exponents
 from pallas_kernels.triton_call import INTERPRETING, check_dtypes, launch
 
 if TYPE_CHECKING:
@@ -27,7 +28,8 @@ BLOCK = 64
 MIN_SPLIT = 256
 """Fewest positions that are worth a program of their own."""
 PROGRAMS = 512
-"""About as many programs as fill a card: 132 multiprocessors hold 4 each on an H200."""
+"""Where rows are few they are split until a launch has about this many: a few for each of an H200's 132
+multiprocessors."""
 MAX_SPLITS = 128
 LEAST_WIDTH = 1 if INTERPRETING else 16
 """Narrowest heads: what the tensor cores multiply at once."""
@@ -274,13 +276,7 @@ def _decode_attention(
         place = ((page * PAGE_SIZE + position % PAGE_SIZE) * (KV_HEADS * WIDTH))[:, None] + e[None, :]
         in_context = read[:, None] & (e < WIDTH)[None, :]
         k = tl.load(k_base + place, mask=in_context, other=0.0)
-        scores = tl.dot(q, k.T)
-        if SOFT_CAP > 0:
-            # tanh(x) = 1 - 2 / (exp(2 x) + 1); SCALE holds log2(e), the cap does not.
-            doubled = scores * (2 * SCALE / SOFT_CAP)
-            scores = SOFT_CAP * 1.4426950408889634 * (1 - 2 / (tl.exp2(doubled) + 1))
-        else:
-            scores = scores * SCALE
+        scores = exponents(tl.dot(q, k.T), SCALE, SOFT_CAP)
         scores = tl.where(read[None, :], scores, -1e30)
         new_best = tl.maximum(best, tl.max(scores, 1))
         weights = tl.exp2(scores - new_best[:, None])
@@ -296,7 +292,7 @@ def _decode_attention(
     if used == 1:
         if SINKS:
             sink = tl.load(sinks_ptr + head * GROUP + g, mask=g < GROUP, other=0.0)
-            acc, total = _add_sink(acc, best, total, sink)
+            acc, total = add_sink(acc, best, total, sink)
         tl.store(q_ptr + q_place, (acc / total[:, None]).to(one), mask=in_head)
     else:
         slot = (row * KV_HEADS + head) * SPLITS + split
@@ -380,16 +376,7 @@ def _combine(
     total_sum = tl.sum(total, 0)
     if SINKS:
         sink = tl.load(sinks_ptr + g, mask=g < GROUP, other=0.0)
-        summed, total_sum = _add_sink(summed, best, total_sum, sink)
+        summed, total_sum = add_sink(summed, best, total_sum, sink)
     place = g[:, None] * WIDTH + e[None, :]
     in_head = (g < GROUP)[:, None] & (e < WIDTH)[None, :]
     tl.store(out_ptr + place, (summed / total_sum[:, None]).to(out_ptr.dtype.element_ty), mask=in_head)
-
-
-@triton.jit
-def _add_sink(acc, best, total, sink):
-    """The sum and the weights with one more score, which has no value."""
-    scaled = sink * 1.4426950408889634
-    new_best = tl.maximum(best, scaled)
-    rescale = tl.exp2(best - new_best)
-    return acc * rescale[:, None], total * rescale + tl.exp2(scaled - new_best)

@@ -13,6 +13,7 @@ import triton.language as tl
 
 from pallas_kernels.dispatch import Target
 from pallas_kernels.paged_attention.blocks import QueryBlocks
+from pallas_kernels.paged_attention.triton_softmax import add_sink, exponents
 from pallas_kernels.triton_call import launch
 
 QUERY_ROWS = 128
@@ -161,8 +162,7 @@ def _prefill_attention(
             v = tl.load(v_base + place, mask=(e < WIDTH)[None, :], other=0.0)
         scores = tl.dot(q, k.T)
         if SOFT_CAP > 0:
-            doubled = scores * (2 * SCALE / SOFT_CAP)
-            scores = SOFT_CAP * 1.4426950408889634 * (1 - 2 / (tl.exp2(doubled) + 1))
+            scores = exponents(scores, SCALE, SOFT_CAP)
             new_best = tl.maximum(best, tl.max(scores, 1))
             weights = tl.exp2(scores - new_best[:, None])
         else:
@@ -183,12 +183,7 @@ def _prefill_attention(
         place = ((page * PAGE_SIZE + position % PAGE_SIZE) * (KV_HEADS * WIDTH))[:, None] + e[None, :]
         k = tl.load(k_base + place, mask=read[:, None] & (e < WIDTH)[None, :], other=0.0)
         v = tl.load(v_base + place, mask=read[:, None] & (e < WIDTH)[None, :], other=0.0)
-        scores = tl.dot(q, k.T)
-        if SOFT_CAP > 0:
-            doubled = scores * (2 * SCALE / SOFT_CAP)
-            scores = SOFT_CAP * 1.4426950408889634 * (1 - 2 / (tl.exp2(doubled) + 1))
-        else:
-            scores = scores * SCALE
+        scores = exponents(tl.dot(q, k.T), SCALE, SOFT_CAP)
         scores = tl.where(seen, scores, -1e30)
         new_best = tl.maximum(best, tl.max(scores, 1))
         weights = tl.where(seen, tl.exp2(scores - new_best[:, None]), 0.0)
@@ -197,10 +192,6 @@ def _prefill_attention(
         acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None])
         best = new_best
     if SINKS:
-        sink = tl.load(sinks_ptr + head * GROUP + g, mask=g < GROUP, other=0.0) * 1.4426950408889634
-        new_best = tl.maximum(best, sink)
-        rescale = tl.exp2(best - new_best)
-        total = total * rescale + tl.exp2(sink - new_best)
-        acc = acc * rescale[:, None]
+        acc, total = add_sink(acc, best, total, tl.load(sinks_ptr + head * GROUP + g, mask=g < GROUP, other=0.0))
     out = acc / tl.maximum(total, 1e-30)[:, None]
     tl.store(q_ptr + q_place, out.to(q_ptr.dtype.element_ty), mask=real)

@@ -96,3 +96,12 @@ def test_the_target_of_a_gpu_is_its_compute_capability_times_ten(version, number
 
 def test_the_target_of_a_cpu_has_no_compute_capability():
     assert Target.of(jax.devices("cpu")[0]) == CPU == Target("cpu", 0)
+
+
+def test_a_gpu_that_gets_the_reference_is_a_warning(caplog):
+    routes = (gpu_route("fast", "no_such_package.fast"), Route("reference", lambda *_, **__: 1))
+    with caplog.at_level(logging.INFO, logger="pallas_kernels.dispatch"):
+        dispatch("slow op", routes, target=Target("gpu", 90))
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert record.message == "slow op runs on the reference route (fast: the package no_such_package is not installed)"
