@@ -61,10 +61,14 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
 
 def product(x: jax.Array, weight: jax.Array, out_dtype: jnp.dtype, target: Target) -> jax.Array:
     """x [M, D] times the transpose of weight [..., N, D]: [M, ..., N]."""
+    # As one matrix: with more dimensions XLA's CPU backend turns the whole weight around in every step.
+    flat = weight.reshape(-1, weight.shape[-1])
     if out_dtype == x.dtype:
-        return jnp.einsum("md,...nd->m...n", x, weight)
-    # Named, the algorithm keeps XLA from converting the weight to float32 for a single row: 1.5 GB for the head of
-    # Qwen3-4B. XLA's CPU backend knows that of bfloat16, and refuses that of float16.
-    refused = target.platform == "cpu" and x.dtype == jnp.float16
-    algorithm = None if refused else FLOAT32_SUMS.get(x.dtype.name)
-    return jnp.einsum("md,...nd->m...n", x, weight, preferred_element_type=out_dtype, precision=algorithm)
+        y = jnp.einsum("md,nd->mn", x, flat)
+    else:
+        # Named, the algorithm keeps XLA from converting the weight to float32 for a single row: 1.5 GB for the head of
+        # Qwen3-4B. XLA's CPU backend knows that of bfloat16, and refuses that of float16.
+        refused = target.platform == "cpu" and x.dtype == jnp.float16
+        algorithm = None if refused else FLOAT32_SUMS.get(x.dtype.name)
+        y = jnp.einsum("md,nd->mn", x, flat, preferred_element_type=out_dtype, precision=algorithm)
+    return y.reshape(x.shape[0], *weight.shape[:-1])

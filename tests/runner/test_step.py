@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 import jax
@@ -69,6 +70,14 @@ def test_every_array_of_state_keeps_its_place_and_no_pool_is_copied(builder, buc
     assert pool in text
     copies = [line.strip() for line in text.splitlines() if re.search(rf"= {re.escape(pool)}\S* copy", line)]
     assert not copies, "\n".join(copies)
+
+
+def test_no_weight_is_turned_around_in_a_step(builder):
+    """Of gate and up together XLA's CPU backend made a transposed copy for a single row."""
+    text = compile_lowered(builder, lower_step(builder, abstract_params(builder), Bucket(True, 1, 1))).as_text()
+    found = re.findall(r"= \w+\[([\d,]+)\]\S* (?:copy|transpose)\(", text)
+    size = math.prod(builder.model.specs["gate_up"].shape)
+    assert found and size not in [math.prod(map(int, shape.split(","))) for shape in found]
 
 
 @pytest.mark.parametrize("program", ["set_up_slot", "sampler"])
