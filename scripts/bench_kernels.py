@@ -1,39 +1,46 @@
 """Times the kernels on a GPU and says what share of the card's limit each reaches.
 
-    python scripts/bench_kernels.py [--only SUBSTRING] [--output FILE.json]
+    python scripts/bench_kernels.py [--only SUBSTRING] [--route NAME] [--record LABEL]
 
 Every case runs on each route that takes it, but for the reference. Limits are measured first, on the same card: bytes
 against a device copy (read and written bytes both count), operations against a product of bfloat16 matrices. A case
-loops over several layers of its own in one captured graph, so that no cache holds what it reads and gaps between
-kernels count.
+loops over several layers of its own in one captured graph, so that no cache holds what it reads (but for the sampler's
+logits) and gaps between kernels count.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import json
+import operator
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import results_file
 from step_timing import Rates, measure_rates
 
 from jaxinfer.runner.compiled import GPU_OPTIONS
+from jaxinfer.runner.sampling import num_top
 from pallas_kernels.dispatch import Route, Target
 from pallas_kernels.kv_write import api as kv_write_api
 from pallas_kernels.linear import api as linear_api
 from pallas_kernels.paged_attention import api as attention_api
+from pallas_kernels.sample import api as sample_api
+from pallas_kernels.sample import cases as sample_cases
 
 RUNS = 20
 DTYPE = jnp.bfloat16
 NUM_COUNTERS = 2**14
-QWEN3_4B = {"H": 32, "K": 8, "E": 128, "D": 2560, "F": 9728, "V": 151936}
+QWEN3_4B = {"H": 32, "K": 8, "E": 128, "D": 2560, "F": 9728, "V": sample_cases.QWEN3}
+ASKS = {
+    "temperature": sample_cases.Ask(temperature=0.7),
+    "top-k and top-p": sample_cases.Ask(temperature=0.6, top_k=20, top_p=0.95),
+}
 
 
 class Case(NamedTuple):
@@ -174,6 +181,29 @@ def kv_write_case(name: str, tokens: int, layers: int, heads: dict[str, int]) ->
     return Case(name, layers, kv_write_api.ROUTES[:-1], call, arrays, moved, 0)
 
 
+def sample_case(name: str, rows: int, vocab: int, ask: sample_cases.Ask, layers: int) -> Case:
+    """A token for each of `rows`. Every layer draws anew, from the same logits: a step has just written them, too."""
+
+    def arrays():
+        made = sample_cases.make(sample_cases.Case(name=name, asks=(ask,) * rows, vocab=vocab))
+        return jax.tree.map(jnp.asarray, made)
+
+    def call(route, layer, counters, arrays, target):
+        logits, parameters, history, (slot, position, active) = arrays
+        tokens, _ = route.run(
+            logits,
+            sample_api.Parameters(*parameters),
+            sample_api.History(*history),
+            sample_api.Places(slot, position + layer, active),
+            num_top=num_top(vocab),
+            counters=counters,
+            target=target,
+        )
+        return tokens
+
+    return Case(name, layers, sample_api.ROUTES[:-1], call, arrays, 4.0 * rows * vocab, 0)
+
+
 def cases() -> Iterator[Case]:
     """The shapes of Qwen3-4B, by what a step does with them."""
     q = QWEN3_4B
@@ -194,6 +224,9 @@ def cases() -> Iterator[Case]:
         yield linear_case(f"out, {rows} rows", rows, 4096, q["D"], layers, residual=True)
     for tokens in (1, 256, 8192):
         yield kv_write_case(f"QK-norm, RoPE and KV write, {tokens} tokens", tokens, 16, heads)
+    for rows in (1, 64, 256):
+        for what, ask in ASKS.items():
+            yield sample_case(f"sample by {what}, {rows} rows", rows, q["V"], ask, 8)
 
 
 def loop(case: Case, route: Route, target: Target, arrays: Any) -> Any:
@@ -223,36 +256,39 @@ def measure(case: Case, route: Route, target: Target, arrays: Any, rates: Rates)
     return {key: float(f"{value:.4g}") for key, value in result.items()}
 
 
+def bench(
+    chosen: Iterable[Case], route_name: str, target: Target, rates: Rates, results: results_file.Results | None
+) -> None:
+    """Prints a line a case and route, and keeps it in the results."""
+    for case in chosen:
+        arrays = jax.block_until_ready(case.arrays())
+        for route in case.routes:
+            if route_name not in ("", route.name):
+                continue
+            try:
+                found = measure(case, route, target, arrays, rates)
+            except NotImplementedError:
+                continue
+            print(f"{case.name:45s} {route.name:12s} {found}", flush=True)
+            if results is not None:
+                row = {"case": case.name, "route": route.name, **found}
+                results.row("kernels", row, operator.itemgetter("case", "route"))
+        del arrays
+
+
 def main() -> None:
-    """Prints a line a case and route."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="run the cases whose names contain this")
     parser.add_argument("--route", default="", help="run this route only")
-    parser.add_argument("--output", type=Path, help="write all figures to this JSON file")
+    results_file.add_flags(parser)
     args = parser.parse_args()
     target = Target.of(jax.devices()[0])
     if target.platform != "gpu":
         parser.error("there is no GPU here")
     rates = measure_rates()
     print(f"limits: {rates.copy_bytes_per_s / 1e12:.2f} TB/s, {rates.matrix_flops / 1e12:.0f} TFLOP/s", flush=True)
-    found: dict[str, dict[str, dict[str, float]]] = {}
-    for case in cases():
-        if args.only not in case.name:
-            continue
-        arrays = jax.block_until_ready(case.arrays())
-        for route in case.routes:
-            if args.route and route.name != args.route:
-                continue
-            try:
-                result = measure(case, route, target, arrays, rates)
-            except NotImplementedError:
-                continue
-            found.setdefault(case.name, {})[route.name] = result
-            print(f"{case.name:45s} {route.name:12s} {result}", flush=True)
-        del arrays
-        if args.output:
-            record = {"limits": rates._asdict(), "device": jax.devices()[0].device_kind, "cases": found}
-            args.output.write_text(json.dumps(record, indent=1) + "\n")
+    results = results_file.from_flags(args, limits={name: round(value) for name, value in rates._asdict().items()})
+    bench((case for case in cases() if args.only in case.name), args.route, target, rates, results)
 
 
 if __name__ == "__main__":

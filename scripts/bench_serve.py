@@ -20,7 +20,6 @@ import argparse
 import dataclasses
 import json
 import multiprocessing
-import os
 import queue
 import sys
 import time
@@ -30,6 +29,7 @@ from typing import Any
 
 from load_client import Part, Workload, client_process, default_processes
 from load_summary import detail, mixed_summary, summary
+from results_file import Results, describe, write_json
 
 MAX_REQUESTS = 1_000_000
 BUSY_CLIENT = 0.7
@@ -143,38 +143,15 @@ def is_sound(row: dict[str, Any]) -> bool:
     return not (row["failed"] or row["wrong_length"] or background["failed"] or background["wrong_length"])
 
 
-def merge_rows(known: Sequence[dict[str, Any]], new: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows by workload: one of the same workload is replaced."""
-
-    def key(row: dict[str, Any]) -> tuple[Any, ...]:
-        streams = row.get("background", {}).get("streams", 0)
-        names = ("input_len", "output_len", "max_concurrency", "request_rate")
-        return (streams, *(row[name] or 0 for name in names))
-
-    merged = {key(row): row for row in known} | {key(row): row for row in new}
-    return [merged[at] for at in sorted(merged)]
+def workload_key(row: dict[str, Any]) -> tuple[Any, ...]:
+    """What rows of the same workload have in common."""
+    names = ("input_len", "output_len", "max_concurrency", "request_rate")
+    return (row.get("background", {}).get("streams"), *(row[name] for name in names))
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text()) if path.exists() else {}
-
-
-def write_json(path: Path, content: Any) -> None:
-    """All or nothing: a run that is killed leaves the file as it was."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(content, indent=1) + "\n")
-    os.replace(partial, path)
-
-
-def record(path: Path, label: str, rows: Sequence[dict[str, Any]]) -> None:
-    """Merges rows into a results file, under "serve" or "mixed" and the label; one of the same workload is replaced."""
-    results = read_json(path)
-    for kind, of_kind in (("serve", False), ("mixed", True)):
-        if chosen := [row for row in rows if ("background" in row) == of_kind]:
-            by_label = results.setdefault(kind, {})
-            by_label[label] = merge_rows(by_label.get(label, []), chosen)
-    write_json(path, results)
+def section(row: dict[str, Any]) -> str:
+    """Of the results file."""
+    return "mixed" if "background" in row else "serve"
 
 
 def show(row: dict[str, Any]) -> None:
@@ -280,7 +257,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     short = [{name: value for name, value in row.items() if not isinstance(value, list)} for row in rows]
     print(json.dumps(short))
     if args.record is not None:
-        record(args.record, args.label, short)
+        results = Results(args.record, args.label, describe(args.base_url))
+        for row in short:
+            results.row(section(row), row, workload_key)
     return 0 if all(is_sound(row) for row in rows) else 1
 
 

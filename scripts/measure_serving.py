@@ -6,8 +6,8 @@
 What follows the two dashes goes to `jaxinfer serve`. The first start has an empty cache of compiled steps (cold), the
 second finds them (warm); the second one is loaded. A row is CLIENTSxINPUT or CLIENTSxINPUTxOUTPUT: closed loop, 30
 requests of one client (20 from 1024 tokens on), 4 per client above. The mixed case is streams that decode while long
-prompts arrive. Every figure is on disk as soon as it is there, and replaces that of the same workload; "runs" says, for
-the date that a figure names, under which versions, card, driver, commit and flags it was measured.
+prompts arrive. Every figure is on disk as soon as it is there, and replaces that of the same workload; results_file.py
+says what is kept beside it.
 
 Another server is measured with --base-url, which starts none.
 """
@@ -16,9 +16,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.metadata
 import os
-import platform
 import re
 import shutil
 import signal
@@ -33,13 +31,12 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench_serve import HEADER, is_sound, merge_rows, read_json, run, run_mixed, show, write_json
+from bench_serve import HEADER, is_sound, run, run_mixed, section, show, workload_key
 from load_client import Workload
+from results_file import Results, default_path, describe
 
-HERE = Path(__file__).parent
 ROWS = "1x16,8x16,32x16,64x16,128x16,256x16,1x1024,8x1024,32x1024,64x1024"
 MIXED = "32x4096@2"
-PACKAGES = ("jaxinfer", "jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "jax-triton", "triton")
 STOP_TIMEOUT_S = 60
 CACHES = {"TRITON_CACHE_DIR": "triton", "CUDA_CACHE_PATH": "cuda"}
 """Caches besides that of compiled steps: environment variable -> subfolder. Cold means that these are empty too."""
@@ -88,44 +85,6 @@ def parse_mixed(text: str) -> Mixed | None:
     return Mixed(int(found[1]), int(found[2]), float(found[3]))
 
 
-class Results:
-    """The results file; every change of it is on disk at once."""
-
-    def __init__(self, path: Path, label: str, run: dict[str, Any]):
-        self._path = path
-        self._label = label
-        self._run = run
-        self._date = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-
-    def start(self, **seconds: float) -> None:
-        """Start-to-ready in seconds, by what it is: cold_s, warm_s."""
-        content = self._content()
-        starts = content.setdefault("start", {}).setdefault(self._label, {})
-        starts |= {name: round(value, 1) for name, value in seconds.items()}
-        starts |= {name.replace("_s", "_run"): self._date for name in seconds}
-        self._write(content)
-
-    def row(self, kind: str, row: dict[str, Any]) -> None:
-        """kind: serve or mixed."""
-        content = self._content()
-        by_label = content.setdefault(kind, {})
-        by_label[self._label] = merge_rows(by_label.get(self._label, []), [row | {"run": self._date}])
-        self._write(content)
-
-    def _content(self) -> dict[str, Any]:
-        return read_json(self._path)
-
-    def _write(self, content: dict[str, Any]) -> None:
-        """Without the runs of which no figure is left."""
-        runs = content.setdefault("runs", {}) | {self._date: self._run}
-        used = {
-            row.get("run") for kind in ("serve", "mixed") for rows in content.get(kind, {}).values() for row in rows
-        }
-        used |= {value for start in content.get("start", {}).values() for value in start.values()}
-        content["runs"] = {date: runs[date] for date in sorted(runs) if date in used}
-        write_json(self._path, content)
-
-
 @contextmanager
 def running(
     server: Sequence[str], port: int, environment: dict[str, str], log: Path, limit_s: float
@@ -155,55 +114,6 @@ def is_healthy(url: str) -> bool:
             return answer.status == 200
     except (urllib.error.URLError, OSError):
         return False
-
-
-def gpu() -> tuple[str, str] | None:
-    """Name and driver of the first GPU; None without one."""
-    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    try:
-        name, driver = (
-            subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()[0].split(",")
-        )
-    except (OSError, subprocess.CalledProcessError, IndexError, ValueError):
-        return None
-    return name.strip(), driver.strip()
-
-
-def file_name(card: str) -> str:
-    """Of the results: "h200" for "NVIDIA H200"."""
-    return re.sub(r"[^a-z0-9]+", "-", card.lower().replace("nvidia", "")).strip("-")
-
-
-def commit() -> str | None:
-    """What was measured: $JAXINFER_COMMIT, else the file COMMIT at the root, else what git says."""
-    if named := os.environ.get("JAXINFER_COMMIT"):
-        return named
-    if (path := HERE.parent / "COMMIT").is_file():
-        return path.read_text().strip()
-    try:
-        git = ["git", "-C", str(HERE), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-        return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip() or None
-    except (OSError, subprocess.CalledProcessError):
-        return None
-
-
-def describe(server: Sequence[str], base_url: str | None) -> dict[str, Any]:
-    """Under what a run is measured."""
-    card = gpu()
-    versions = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return {
-        "card": card[0] if card else "none",
-        "driver": card[1] if card else None,
-        "cores": os.cpu_count(),
-        "commit": commit(),
-        "versions": versions,
-        "server": list(server) if base_url is None else base_url,
-    }
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -240,9 +150,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the server is ended too
     end_s = time.monotonic() + args.time_limit_s
     flags = [flag for flag in args.server if flag != "--"]
-    card = gpu()
-    path = args.results or HERE / "results" / f"{file_name(card[0]) if card else 'cpu'}.json"
-    results = Results(path, args.label, describe(flags, args.base_url))
+    results = Results(args.results or default_path(), args.label, describe(args.base_url))
     with ExitStack() as stack:
         url = args.base_url
         if url is None:
@@ -297,7 +205,7 @@ def load(args: argparse.Namespace, url: str, results: Results, end_s: float) -> 
             continue
         show(row)
         if is_sound(row):
-            results.row("mixed" if isinstance(one, Mixed) else "serve", row)
+            results.row(section(row), row, workload_key)
         sound &= is_sound(row)
     if missing:
         names = ", ".join("x".join(map(str, one)) for one in missing)

@@ -1,8 +1,9 @@
 """Draws throughput, time per token and time to the first token against the number of clients, beside vLLM's.
 
-    python scripts/plot_results.py    # scripts/results/h200.json and vllm_h200.json -> scripts/results/h200.png
+    python scripts/plot_results.py            # scripts/results/h200.json and vllm_h200.json -> scripts/results/h200.png
+    python scripts/plot_results.py --table    # the same figures as the table in README.md, which a test compares
 
-Needs matplotlib (the extra `plot`). The same figures give the same picture.
+The picture needs matplotlib (the extra `plot`). The same figures give the same picture.
 """
 
 from __future__ import annotations
@@ -45,6 +46,39 @@ def series(rows: Sequence[dict[str, Any]], lengths: tuple[int, int], key: str) -
     """(clients, value) of the rows with these lengths that have a value, by clients."""
     chosen = [row for row in rows if (row["input_len"], row["output_len"]) == lengths and row.get(key) is not None]
     return sorted((row["max_concurrency"], row[key]) for row in chosen)
+
+
+def table(ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]]) -> str:
+    """Our rows of WORKLOADS in Markdown, with vLLM's throughput and time per token."""
+    lines = [
+        "| clients, in / out | output tokens/s | vLLM | TTFT p50 / p99, ms | TPOT, ms | vLLM |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    peers = {_workload(row): row for row in theirs}
+    for row in sorted(ours, key=_workload):
+        input_len, output_len, clients = _workload(row)
+        if (input_len, output_len) not in WORKLOADS:
+            continue
+        peer = peers.get(_workload(row))
+        cells = [
+            f"{clients}, {input_len} / {output_len}",
+            f"{row['output_throughput']:,.0f}",
+            f"{peer['output_throughput']:,.0f}" if peer else "-",
+            f"{_ms(row['median_ttft_ms'])} / {_ms(row['p99_ttft_ms'])}",
+            f"{row['median_tpot_ms']:.2f}",
+            f"{peer['median_tpot_ms']:.2f}" if peer else "-",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _workload(row: dict[str, Any]) -> tuple[int, int, int]:
+    """Tokens in and out, and clients: of one such workload a file has one row."""
+    return row["input_len"], row["output_len"], row["max_concurrency"]
+
+
+def _ms(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}"
 
 
 def draw(ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]], title: str, path: Path) -> None:
@@ -120,10 +154,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         default="Qwen3-4B, bfloat16, one H200, greedy, streamed",
         help="of the picture (default: %(default)s)",
     )
+    add("--table", action="store_true", help="print the table and draw nothing")
     add("--out", type=Path, default=RESULTS / "h200.png", help="the picture (default: %(default)s)")
     args = parser.parse_args(argv)
     try:
-        draw(load_rows(args.results, args.label), load_rows(args.peer, args.label), args.title, args.out)
+        ours, theirs = load_rows(args.results, args.label), load_rows(args.peer, args.label)
+        if args.table:
+            print(table(ours, theirs))
+            return 0
+        draw(ours, theirs, args.title, args.out)
     except Unplottable as error:
         print(f"plot_results: {error}", file=sys.stderr)
         return 1

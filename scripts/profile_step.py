@@ -9,6 +9,10 @@ What follows the two dashes goes to EngineConfig, under the names that `jaxinfer
 (sequences that decode, each after so many tokens), +CHUNK (a prompt's tokens), or ROWSxCONTEXT+CHUNK. The runner is
 the engine's own and its slots are filled by real prompts. Times come from launches without the profiler; a few more
 under it give the kernels, and a file that ui.perfetto.dev opens. On a CPU there are no times of kernels.
+
+With --record LABEL a step's figures go to the results file: its times, the device's time by part (attention, products,
+norms, sampling, copies, and by name what is none of these), and the floor, in which the card would do nothing but read
+each weight that the step needs once (of a table that is only looked up in nothing, a tied head once).
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import argparse
 import dataclasses
 import importlib
 import json
+import operator
 import os
 import shutil
 import sys
@@ -26,11 +31,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import results_file
 import step_trace
-from bench_serve import write_json
-from measure_serving import describe
+from results_file import describe, write_json
 from step_spec import parse_specs
 
+from checkpoints.resolve import resolve
 from jaxinfer.config import EngineConfig
 
 TRACE_FLAGS = {
@@ -39,7 +45,14 @@ TRACE_FLAGS = {
     "graph": "--xla_enable_command_buffers_during_profiling=true",
     "operations": "--xla_enable_command_buffers_during_profiling=false",
 }
+LIMITS = ("copy_bytes_per_s", "matrix_flops", "read_bytes_per_s")
+"""Of the card, in profile.json."""
+RECORDED = ("step", "bucket", "step_ms", "waited_ms", "dispatch_ms", "weights_bytes", "kv_bytes", "flops", "floor_ms",
+            "times_floor")  # fmt: skip
+"""Of a step in profile.json, what the results file keeps besides its parts."""
 TYPES = {"int": int, "float": float, "str": str}
+READ_TB_PER_S = 4.3
+"""At which an H200 reads."""
 HOST_BOUND = 0.9
 """Share of a step's time from which launching it takes the host as long as the device needs."""
 MAX_SEGMENTS = 9
@@ -86,16 +99,18 @@ def measure(args: argparse.Namespace) -> int:
     profile: dict[str, Any] = {
         "model": config.model,
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "run": describe([flag for flag in args.engine if flag != "--"], None),
+        "run": describe(),
         "platform": built.builder.platform,
         "ready_s": round(built.ready_s, 2),
         "copy_bytes_per_s": round(rates.copy_bytes_per_s),
         "matrix_flops": round(rates.matrix_flops),
+        "read_bytes_per_s": round(1e12 * args.read_tb_per_s),
         "param_bytes": dict(built.param_bytes),
         "trace_mode": args.trace_mode,
         "steps": [],
     }
-    hf_config = build.find_model(config).checkpoint.config
+    hf_config = resolve(config.model, revision=config.revision, load_format=config.load_format).config
+    results = results_file.from_flags(args, limits={name: profile[name] for name in LIMITS})
     for spec in args.steps:
         try:
             step = _measure_step(args, timing, built, spec, rates, hf_config)
@@ -108,6 +123,8 @@ def measure(args: argparse.Namespace) -> int:
         profile["steps"].append(step)
         write_json(args.out / "profile.json", profile)
         print(_text(step), flush=True)
+        if results is not None:
+            results.row("steps", recorded(step), operator.itemgetter("step"))
     if built.runner.compilations_after_ready:
         print(f"profile_step: {built.runner.compilations_after_ready} compilations while serving", file=sys.stderr)
     built.runner.close()
@@ -124,6 +141,7 @@ def _measure_step(
     times = timing.time_plan(built.runner, plans.plan, args.num_steps)
     step = {"step": str(spec), "bucket": str(plans.bucket), **times, **moved}
     step |= timing.limits(moved, rates, times["step_ms"])
+    step |= timing.floor(moved, 1e12 * args.read_tb_per_s, times["step_ms"])
     trace = args.out / f"{spec.file_name}.trace.json.gz"
     perfetto = args.out / f"{spec.file_name}.perfetto.json.gz"
     with tempfile.TemporaryDirectory() as folder:
@@ -144,6 +162,14 @@ def _measure_step(
     return step | {"kernels": figures}
 
 
+def recorded(step: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a step in profile.json, what the results file keeps."""
+    kept = {name: step[name] for name in RECORDED}
+    if "kernels" not in step:
+        return kept | {"kernels_missing": step["kernels_missing"]}
+    return kept | {"device": step_trace.parts(step["kernels"])}
+
+
 def _text(step: Mapping[str, Any], max_rows: int = 30) -> str:
     slow = " (the host is the limit)" if step["dispatch_ms"] > HOST_BOUND * step["step_ms"] else ""
     lines = [
@@ -152,10 +178,13 @@ def _text(step: Mapping[str, Any], max_rows: int = 30) -> str:
         f"  limit {step['limit_ms']:.3f} ms by {step['bound_by']} ({step['share_of_limit']:.0%} of it reached): "
         f"{step['weights_bytes'] / 1e9:.3f} GB weights, {step['kv_bytes'] / 1e9:.3f} GB KV, "
         f"{step['flops'] / 1e12:.4f} TFLOP",
+        f"  {step['times_floor']:.2f} times the floor of {step['floor_ms']:.3f} ms, in which the weights are read",
         f"  ui.perfetto.dev opens {step['perfetto']}",
     ]
     if "kernels_missing" in step:
         return "\n".join([*lines, f"  {step['kernels_missing']}"])
+    by_part = step_trace.parts(step["kernels"])["parts_ms"].items()
+    lines.append("  on the device, ms: " + ", ".join(f"{part} {ms:.4f}" for part, ms in by_part))
     return "\n".join([*lines, step_trace.format_table(step["kernels"], max_rows)])
 
 
@@ -245,6 +274,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
                      "operation by operation, which has more names but not the times of serving")  # fmt: skip
     one.add_argument("--kernel-bytes", nargs="+", default=[], metavar="PATTERN=NAME,...", help="bytes that kernels "
                      "read: names of parameters (param_bytes in profile.json), or kv")  # fmt: skip
+    one.add_argument("--read-tb-per-s", type=float, default=READ_TB_PER_S, help="of the card, for the floor (default: "
+                     "%(default)s, an H200's)")  # fmt: skip
+    results_file.add_flags(one)
     one.add_argument("--platform", choices=("cpu", "gpu"), help="default: what JAX finds")
     one.add_argument("--quiet", action="store_true", help="no progress bars")
     one.add_argument("engine", nargs=argparse.REMAINDER, help="fields of EngineConfig as flags, after --")

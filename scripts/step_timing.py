@@ -226,3 +226,9 @@ def limits(moved: Mapping[str, int], rates: Rates, step_ms: float) -> dict[str, 
         "bound_by": "memory" if memory_ms >= matrix_ms else "matrix products",
         "share_of_limit": round(least_ms / step_ms, 4),
     }
+
+
+def floor(moved: Mapping[str, int], read_bytes_per_s: float, step_ms: float) -> dict[str, float]:
+    """The time in which the card would read the weights and do nothing else, and how many times that the step takes."""
+    floor_ms = 1e3 * moved["weights_bytes"] / read_bytes_per_s
+    return {"floor_ms": round(floor_ms, 4), "times_floor": round(step_ms / floor_ms, 4)}

@@ -17,6 +17,15 @@ from typing import Any, NamedTuple
 
 MAX_NAME = 72
 """Characters of a kernel's name that a table shows."""
+PARTS = {
+    "attention": "attention|^_combine$|^_kv_write$",
+    "products": "^_one_row$|^_few_rows$|^_chain$|nvjet|gemm|gemv|cutlass|cublas|splitK",
+    "norms": "^_rms_norm$",
+    "sampling": "^input_reduce_fusion$|^_scan$|^cut$|^_draw$|^logprobs$",
+    "copies": "^Mem(cpy|set)",
+}
+"""What kernels do, by their names; any other is "other". XLA's reductions choose the likeliest token: norms are kernels
+of ours, or part of a product."""
 MIN_GAP_US = 0.05
 """Shorter gaps are the rounding of time stamps."""
 
@@ -148,6 +157,24 @@ def table(
             ),
             key=lambda row: (-row["ms"], row["after"], row["before"]),
         ),
+    }
+
+
+def part_of(name: str) -> str:
+    """The part of a step that a kernel, named as in a table, belongs to."""
+    return next((part for part, pattern in PARTS.items() if re.search(pattern, name)), "other")
+
+
+def parts(figures: Mapping[str, Any]) -> dict[str, Any]:
+    """A table in short: ms a step by part, and of the kernels of "other" the names."""
+    ms = dict.fromkeys([*PARTS, "other"], 0.0)
+    for row in figures["kernels"]:
+        ms[part_of(row["name"])] += row["ms"]
+    others = {row["name"]: row["ms"] for row in figures["kernels"] if part_of(row["name"]) == "other"}
+    return {
+        **{name: figures[name] for name in ("span_ms", "busy_ms", "gap_ms", "overlap_ms", "num_kernels")},
+        "parts_ms": {part: round(value, 5) for part, value in ms.items()},
+        "other_ms": others,
     }
 
 

@@ -1,11 +1,13 @@
 """scripts/load_summary.py: what a run of requests amounts to."""
 
 import dataclasses
+import json
 
 import pytest
-from bench_serve import is_sound, merge_rows, problems
+from bench_serve import is_sound, main, problems, workload_key
 from load_client import Measured, Part, Workload, default_processes
 from load_summary import detail, mixed_summary, percentile, summary
+from results_file import merge_rows
 
 WORKLOAD = Workload(
     base_url="http://127.0.0.1:1",
@@ -108,8 +110,20 @@ def test_streams_are_looked_at_before_prompts_come_and_while_they_do():
 
 def test_a_row_replaces_that_of_the_same_workload_alone():
     old = [summed(request(0.0, 0.1, 0.2, 0.3)) | {"max_concurrency": clients, "mark": "old"} for clients in (1, 8)]
-    merged = merge_rows(old, [old[1] | {"mark": "new"}, old[1] | {"request_rate": 2.0, "mark": "open"}])
+    merged = merge_rows(old, [old[1] | {"mark": "new"}, old[1] | {"request_rate": 2.0, "mark": "open"}], workload_key)
     assert [(row["max_concurrency"], row["mark"]) for row in merged] == [(1, "old"), (8, "new"), (8, "open")]
+
+
+def test_rows_of_a_server_that_was_there_before_are_recorded_without_a_commit(tmp_path, monkeypatch):
+    row = summed(request(0.0, 0.1, 0.2, 0.3), request(0.0, 0.1, 0.2, 0.3))
+    monkeypatch.setattr("bench_serve.run", lambda *_, **__: row)
+    path = tmp_path / "gpu.json"
+    assert main(["--base-url", "http://127.0.0.1:1", "--record", str(path), "--label", "x"]) == 0
+    content = json.loads(path.read_text())
+    (kept,) = content["serve"]["x"]
+    run = content["runs"][kept["run"]]
+    assert kept["output_throughput"] == row["output_throughput"]
+    assert (run["server"], run["commit"]) == ("http://127.0.0.1:1", None)
 
 
 def test_a_client_process_has_at_most_32_streams_where_there_are_cores(monkeypatch):

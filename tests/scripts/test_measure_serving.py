@@ -7,7 +7,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import measure_serving
 import pytest
-from measure_serving import Mixed, Results, Row, parse, parse_mixed, parse_rows
+from measure_serving import Mixed, Row, parse, parse_mixed, parse_rows
+from results_file import Results
 
 SERVER = """
 import http.server, pathlib, sys
@@ -60,31 +61,6 @@ def test_flags_after_the_dashes_are_the_servers():
     assert [flag for flag in args.server if flag != "--"] == ["--model", "m", "--max-model-len", "64"]
 
 
-def test_results_keep_one_record_per_measurement_and_only_runs_that_figures_name(tmp_path):
-    path = tmp_path / "gpu.json"
-    path.write_text(json.dumps({"kernels": [1], "serve": {"x": [row(1, mark="old"), row(8, mark="old")]}}))
-    for date, clients in (("2026-01-01", (1,)), ("2026-01-02", (1, 8))):
-        results = Results(path, "x", {"commit": date})
-        results._date = date
-        for count in clients:
-            results.row("serve", row(count, mark=date))
-            assert json.loads(path.read_text())["serve"]["x"][0]["mark"] == date  # on disk at once
-    results.start(cold_s=12.34, warm_s=5.0)
-    content = json.loads(path.read_text())
-    assert content["kernels"] == [1]
-    assert [(one["max_concurrency"], one["mark"]) for one in content["serve"]["x"]] == [
-        (1, "2026-01-02"),
-        (8, "2026-01-02"),
-    ]
-    assert content["runs"] == {"2026-01-02": {"commit": "2026-01-02"}}
-    assert content["start"]["x"] == {
-        "cold_s": 12.3,
-        "warm_s": 5.0,
-        "cold_run": "2026-01-02",
-        "warm_run": "2026-01-02",
-    }
-
-
 @pytest.mark.parametrize(("flags", "kinds"), [((), {"cold_s", "warm_s"}), (("--skip-cold",), {"cold_s"})])
 def test_a_start_is_warm_only_with_the_caches_of_one_before(tmp_path, monkeypatch, flags, kinds):
     script = tmp_path / "server.py"
@@ -119,8 +95,8 @@ class Kept:
     def __init__(self):
         self.rows = []
 
-    def row(self, kind, row):
-        self.rows.append((kind, row["max_concurrency"]))
+    def row(self, section, row, key):
+        self.rows.append((section, key(row)))
 
 
 def test_rows_without_time_are_left_out_and_named(monkeypatch, capsys):
@@ -139,7 +115,7 @@ def test_rows_without_time_are_left_out_and_named(monkeypatch, capsys):
     kept = Kept()
     assert measure_serving.load(args, "http://x", kept, next(clock) + 60) == 0
     assert asked == [(1, 60.0), (8, 10.0)]
-    assert kept.rows == [("serve", 1), ("serve", 8)]
+    assert kept.rows == [("serve", (None, 16, 128, clients, None)) for clients in (1, 8)]
     assert "not measured, as 60 s were over: 32x16x128" in capsys.readouterr().out
 
 

@@ -46,3 +46,18 @@ def test_the_same_figures_give_the_same_picture(tmp_path):
         assert plot_results.main(["--results", path, "--out", str(tmp_path / name)]) == 0
         pictures.append((tmp_path / name).read_bytes())
     assert pictures[0] == pictures[1] and pictures[0].startswith(b"\x89PNG")
+
+
+def test_the_table_has_our_rows_beside_those_of_vllm_that_there_are():
+    ours = [row(8, p99_ttft_ms=120.4), row(1, p99_ttft_ms=10.25), row(1, input_len=7, p99_ttft_ms=1.0)]
+    lines = plot_results.table(ours, [row(8, output_throughput=2071.4, median_tpot_ms=3.654)]).splitlines()
+    assert lines[2:] == [
+        "| 1, 16 / 128 | 100 | - | 10.0 / 10.2 | 4.00 | - |",
+        "| 8, 16 / 128 | 800 | 2,071 | 10.0 / 120 | 4.00 | 3.65 |",
+    ]
+
+
+def test_the_table_of_the_readme_is_that_of_the_committed_figures(capsys):
+    assert plot_results.main(["--table"]) == 0
+    readme = plot_results.RESULTS.parents[1] / "README.md"
+    assert capsys.readouterr().out in readme.read_text()

@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -163,12 +164,43 @@ def test_flags_after_the_dashes_are_fields_of_the_engines_config():
     assert (config.model, config.max_model_len, config.gpu_memory_utilization) == ("m", 64, 0.5)
 
 
+def test_a_step_is_told_by_part_and_the_kernels_of_no_part_by_name(trace):
+    cublas = ("nvjet_tst_128x8_64x12_NNT", "void cublasLt::splitKreduce_kernel<32>")
+    names = {
+        "products": ("_one_row", "_few_rows", "_chain", *cublas),
+        "attention": ("_decode_attention", "_combine", "_prefill_attention", "paged_prefill_attention", "_kv_write"),
+        "norms": ("_rms_norm",),
+        "sampling": ("input_reduce_fusion_2", "_scan", "cut", "_draw", "logprobs"),
+        "copies": ("MemcpyD2H", "Memset"),
+        "other": ("loop_select_fusion", "loop_add_fusion_1", "not_seen_before", "loop_add_fusion_2"),
+    }  # fmt: skip
+    flat = [name for of_part in names.values() for name in of_part]
+    events = [ran(name, 10.0 * index, 4.0, 14) for index, name in enumerate(flat)]
+    found = step_trace.parts(step_trace.table(step_trace.load_kernels(trace([*PROCESSES, *THREADS, *events])), 2))
+    assert found["parts_ms"] == {part: pytest.approx(2e-3 * len(of_part)) for part, of_part in names.items()}
+    assert found["other_ms"] == {"loop_select_fusion": 2e-3, "loop_add_fusion": 4e-3, "not_seen_before": 2e-3}
+    assert sum(found["parts_ms"].values()) == pytest.approx(found["busy_ms"])
+
+
+def test_every_triton_kernel_of_ours_has_a_part():
+    files = (ROOT / "pallas_kernels").rglob("*.py")
+    launched = {name for path in files for name in re.findall(r"\blaunch\(\s*(\w+)", path.read_text())} - {"kernel"}
+    assert {"_one_row", "_decode_attention", "cut"} <= launched
+    assert [name for name in launched if step_trace.part_of(name) == "other"] == []
+
+
+def test_the_floor_is_the_time_to_read_the_weights():
+    moved = {"weights_bytes": 8_040_000_000, "kv_bytes": 10**9, "flops": 1}
+    assert step_timing.floor(moved, 4.3e12, 2.71) == {"floor_ms": 1.8698, "times_floor": 1.4494}
+
+
 @pytest.fixture(scope="module")
 def profile(tmp_path_factory):
     """profile.json of a tiny model on the CPU, and what the run printed."""
     out = tmp_path_factory.mktemp("profile")
     engine = ["--model", str(ROOT / "tests" / "golden" / "qwen3"), "--max-num-seqs", "2", "--compile-cache-dir", ""]
     steps = ["--steps", "1x20,1x9+7,5x5", "--num-steps", "3", "--trace-steps", "2"]
+    steps += ["--record", "tiny", "--results", out / "results.json", "--read-tb-per-s", "0.001"]
     command = [sys.executable, SCRIPT, "measure", "--platform", "cpu", "--quiet", "--out", out, *steps, "--"]
     command += [*engine, "--max-num-batched-tokens", "16"]
     root = str(Path(profile_step.importlib.import_module("jaxinfer").__file__).parents[1])
@@ -202,6 +234,32 @@ def test_a_step_reads_every_weight_once_and_the_keys_and_values_of_its_sequences
     assert second["flops"] > 2 * first["flops"]
     assert first["memory_ms"] == pytest.approx(1e3 * (weights + 21 * token) / content["copy_bytes_per_s"], abs=1e-3)
     assert first["limit_ms"] == max(first["memory_ms"], first["matrix_ms"])
+
+
+def test_steps_are_recorded_beside_their_floor_and_the_run_that_they_come_from(profile):
+    out, content, _ = profile
+    kept = json.loads((out / "results.json").read_text())
+    (date,) = kept["runs"]
+    assert kept["runs"][date]["limits"]["read_bytes_per_s"] == 10**9
+    assert "--record" in kept["runs"][date]["command"]
+    for row, step in zip(kept["steps"]["tiny"], content["steps"], strict=True):
+        assert {name: row[name] for name in profile_step.RECORDED} == {
+            name: step[name] for name in profile_step.RECORDED
+        }
+        assert row["run"] == date
+        assert row["floor_ms"] == pytest.approx(1e3 * step["weights_bytes"] / 1e9, abs=1e-3)
+        assert row["times_floor"] == pytest.approx(step["step_ms"] / row["floor_ms"], rel=1e-3)
+        assert "missing on a CPU" in row["kernels_missing"]
+
+
+def test_the_device_time_of_a_recorded_step_is_by_part(profile, trace):
+    table = step_trace.table(step_trace.load_kernels(trace([*PROCESSES, *THREADS, *KERNELS])), 2)
+    step = {name: value for name, value in profile[1]["steps"][0].items() if name != "kernels_missing"}
+    step["kernels"] = table
+    found = profile_step.recorded(step)["device"]
+    assert (found["parts_ms"]["products"], found["parts_ms"]["copies"], found["gap_ms"]) == (0.01, 0.003, 0.012)
+    assert found["other_ms"] == {"loop_add_fusion": 0.004}
+    assert "products 0.0100" in profile_step._text(step)
 
 
 def test_the_chart_of_a_profile_is_a_picture(profile, trace, tmp_path):
