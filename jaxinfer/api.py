@@ -1,4 +1,4 @@
-"""The faces for Python: LLM for scripts, serve() for a server. Joins engine, text and http."""
+"""The face for Python: LLM. Joins engine and text; `serving.py` does the same for a server."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ import contextlib
 import dataclasses
 import itertools
 import numbers
-import os
-import socket
-import time
 import uuid
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,21 +16,17 @@ import jax.numpy as jnp
 
 from checkpoints import orbax_store
 from checkpoints.resolve import resolve
-from jaxinfer import frontend
 from jaxinfer.build import REFUSALS as REFUSALS
-from jaxinfer.build import Found, Progress, build_engine, engine_command, find_model, load_params
-from jaxinfer.config import DEFAULT_MODEL, EngineConfig, ServerConfig
+from jaxinfer.build import Progress, build_engine, load_params
+from jaxinfer.config import DEFAULT_MODEL, EngineConfig
 from jaxinfer.engine.local import LocalEngine
-from jaxinfer.engine.process import EngineProcess
-from jaxinfer.http import run as http_run
-from jaxinfer.http.control import Setup
-from jaxinfer.http.server import create_app
+from jaxinfer.found import find_model
 from jaxinfer.models import registry
 from jaxinfer.sharding import rules
 from jaxinfer.text.chat_template import ChatTemplate
 from jaxinfer.text.output import OutputDelta, OutputLogprob, OutputStream
 from jaxinfer.text.requests import lower
-from jaxinfer.types import EngineDead, EngineInfo, EngineStats, FinishReason, InvalidRequest, Request, SamplingParams
+from jaxinfer.types import EngineInfo, EngineStats, FinishReason, InvalidRequest, Request, SamplingParams
 
 Prompt = str | Sequence[int]
 """Text, or token ids."""
@@ -234,98 +227,6 @@ def _shown(value: Any) -> str:
     """Its kind and the start of it."""
     text = repr(value)
     return f"the {type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
-
-
-class Server:
-    """A running server: the engine in its own process, HTTP in a thread of this one or in processes of its own."""
-
-    def __init__(self, engine: EngineProcess, thread: http_run.ServerThread):
-        self._engine = engine
-        self._thread = thread
-        self.url = thread.url
-        """Base address; the OpenAI API is under `url + "/v1"`."""
-
-    @property
-    def info(self) -> EngineInfo:
-        """Context, vocabulary, pages and defaults of the engine."""
-        return self._engine.info
-
-    def shutdown(self) -> None:
-        """Ends requests in progress, the server and the engine's process. Once it has ended, does nothing."""
-        try:
-            self._thread.shutdown()
-        finally:
-            self._engine.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.shutdown()
-
-
-def serve(
-    model: str = DEFAULT_MODEL,
-    host: str = ServerConfig.host,
-    port: int = ServerConfig.port,
-    *,
-    block: bool = True,
-    server: Mapping[str, Any] | None = None,
-    show_progress: bool = True,
-    **options: Any,
-) -> Server | None:
-    """Serves a model over HTTP, as OpenAI's API.
-
-    block: serve until a signal comes, then return None; EngineDead if the engine failed. Otherwise return at once a
-    Server that accepts connections. `options` are the fields of EngineConfig, `server` those of ServerConfig besides
-    host and port; port 0 takes a free one.
-    """
-    config = EngineConfig(model=model, **options)
-    server_config = ServerConfig(host=host, port=port, **(server or {}))
-    num_front_ends = server_config.api_server_count or _front_ends_for(len(os.sched_getaffinity(0)))
-    sock = http_run.bind(server_config.host, server_config.port)  # before anything slow: a port in use is known at once
-    with contextlib.ExitStack() as on_failure:
-        on_failure.callback(sock.close)
-        found = find_model(config)
-        ChatTemplate.from_config(found.checkpoint.tokenizer_config, server_config.chat_template)  # refused before, too
-        engine = EngineProcess(engine_command(config, show_progress=show_progress), num_front_ends)
-        on_failure.callback(engine.close)
-        main = _serve_with(engine, found, server_config, sock, num_front_ends)
-        if not block:
-            running = Server(engine, http_run.ServerThread(http_run.url_of(sock), main).start())
-            on_failure.pop_all()
-            return running
-        print(f"jaxinfer serves {config.model} at {http_run.url_of(sock)}", flush=True)
-        failure = http_run.run(main)
-    if failure is not None:
-        raise EngineDead(failure)
-    return None
-
-
-def _front_ends_for(num_cores: int) -> int:
-    """Front-end processes where nobody says: see ServerConfig.api_server_count."""
-    return 4 if num_cores >= 16 else 2 if num_cores >= 8 else 1
-
-
-def _serve_with(
-    engine: EngineProcess, found: Found, config: ServerConfig, sock: socket.socket, num_front_ends: int
-) -> http_run.Main:
-    """HTTP on `sock`: one front end is part of this process, several have their own."""
-    tokenizer_config = found.checkpoint.tokenizer_config
-    if num_front_ends == 1:
-        template = ChatTemplate.from_config(tokenizer_config, config.chat_template)
-        app = create_app(engine.client(), found.tokenizer, template, config)
-        return http_run.in_this_process(app, sock)
-    setup = Setup(
-        server=config,
-        info=engine.info,
-        tokenizer_json=found.checkpoint.tokenizer_json,
-        tokenizer_config=dict(tokenizer_config),
-        created_s=int(time.time()),
-        grace_s=http_run.GRACE_S,
-    )
-    front_ends = frontend.start(setup, engine.take_channels())
-    return front_ends.main(sock, lambda: engine.failure)
 
 
 def convert(model: str, out: str, *, revision: str | None = None, dtype: str = "auto") -> None:

@@ -9,7 +9,6 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +16,13 @@ import msgspec
 from jax.sharding import Mesh
 
 from checkpoints import load, orbax_store
-from checkpoints.resolve import Checkpoint, resolve
+from checkpoints.resolve import Checkpoint
 from checkpoints.source import CheckpointError
 from jaxinfer.background import Background
 from jaxinfer.config import ConfigError, EngineConfig, SchedulerLimits
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.loop import engine_main
+from jaxinfer.found import Found, find_model
 from jaxinfer.models import registry
 from jaxinfer.models.model import Model, ModelError
 from jaxinfer.params import Params, abstract_params, num_bytes, random_params
@@ -56,32 +56,15 @@ REFUSALS = (ConfigError, CheckpointError, ModelError, rules.ShardingError, cache
 log = logging.getLogger(__name__)
 
 
-class Found(NamedTuple):
-    """What a model's name stands for."""
-
-    checkpoint: Checkpoint
-    tokenizer: Tokenizer | None  # None if the checkpoint has none, and then only token ids can be served
-
-
-def find_model(config: EngineConfig) -> Found:
-    """The checkpoint that `config` names, and its tokenizer. CheckpointError for what is not there or not supported."""
-    checkpoint = resolve(config.model, revision=config.revision, load_format=config.load_format)
-    if checkpoint.tokenizer_json is None:
-        return Found(checkpoint, None)
-    try:
-        return Found(checkpoint, Tokenizer(checkpoint.tokenizer_json, checkpoint.tokenizer_config))
-    except ValueError as error:
-        raise CheckpointError(f"{checkpoint.path}: {error}") from error
-
-
 def build_engine(config: EngineConfig, found: Found | None = None, *, show_progress: bool = True) -> Engine:
     """An engine that is ready: nothing is compiled after this returns. `found` spares finding the model again.
 
     Raises ConfigError, CheckpointError, ModelError, ShardingError or PoolError, before anything slow where it can.
     """
     set_up_jax(config)
-    find_devices()
-    checkpoint, tokenizer = found or find_model(config)
+    with Background(lambda _: found or find_model(config)) as finding:
+        find_devices()  # a GPU takes seconds to start, and leaves the interpreter to others meanwhile
+        checkpoint, tokenizer = finding.result()
     ends, defaults = eos_ids(checkpoint, tokenizer), sampling_defaults(checkpoint)
     model = registry.from_config(checkpoint.config)
     mesh = rules.make_mesh(config.tensor_parallel_size)
@@ -351,13 +334,8 @@ def _calm_mixed_tokens(buckets: list[Bucket], times_ms: Mapping[Bucket, float], 
     return max(sizes - slow, default=min(sizes))
 
 
-def engine_command(config: EngineConfig, *, show_progress: bool) -> list[str]:
-    """The program that `EngineProcess` runs: this file, in an interpreter of its own."""
-    return [sys.executable, "-m", __name__, msgspec.json.encode(config).decode(), str(int(show_progress))]
-
-
 def main(config_json: str, show_progress: str, fds: str) -> None:
-    """The engine's process; see `engine_command`."""
+    """The engine's process; see `serving.engine_command`."""
     config = msgspec.json.decode(config_json, type=EngineConfig)
     engine_main(fds, lambda: build_engine(config, show_progress=bool(int(show_progress))), REFUSALS)
 

@@ -21,15 +21,24 @@ EXIT_FAILED = 1
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; the exit status says whether it succeeded."""
     args = _parser().parse_args(argv)
-    from jaxinfer import api
-
     try:
         return args.run(args) or 0
-    except (*api.REFUSALS, InvalidRequest, EngineDead, OSError) as error:
-        print(f"jaxinfer {args.command}: {error}", file=sys.stderr)
-        return EXIT_FAILED
     except KeyboardInterrupt:
         return EXIT_FAILED
+    except (*_refusals(args.command), InvalidRequest, EngineDead, OSError) as error:
+        print(f"jaxinfer {args.command}: {error}", file=sys.stderr)
+        return EXIT_FAILED
+
+
+def _refusals(command: str) -> tuple[type[Exception], ...]:
+    """The errors of a command whose message says it all. Asked for once there is one: until then nothing is loaded."""
+    if command == "serve":
+        from jaxinfer import serving
+
+        return serving.REFUSALS
+    from jaxinfer import api
+
+    return api.REFUSALS
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -135,9 +144,9 @@ def _serve(args: argparse.Namespace) -> None:
     if args.chat_template is not None:
         with open(args.chat_template, encoding="utf-8") as file:
             server["chat_template"] = file.read()
-    from jaxinfer import api
+    from jaxinfer import serving
 
-    api.serve(host=args.host, port=args.port, server=server, **_engine_options(args))
+    serving.serve(host=args.host, port=args.port, server=server, **_engine_options(args))
 
 
 def _generate(args: argparse.Namespace) -> None:

@@ -65,12 +65,13 @@ def main(descriptors: str, control_fd: str) -> None:
     inherited = msgspec.json.decode(descriptors, type=Descriptors)
     setup = _read_setup(inherited.setup)
     worker = Worker(Control(socket.socket(fileno=int(control_fd))))
-    engine = EngineClient(socket.socket(fileno=inherited.engine), setup.info, lambda: worker.engine_failure)
     tokenizer = None if setup.tokenizer_json is None else Tokenizer(setup.tokenizer_json, setup.tokenizer_config)
+    template = ChatTemplate.from_config(setup.tokenizer_config, setup.server.chat_template)
+    info = worker.wait_for_engine()
     app = create_app(
-        engine,
+        EngineClient(socket.socket(fileno=inherited.engine), info, lambda: worker.engine_failure),
         tokenizer,
-        ChatTemplate.from_config(setup.tokenizer_config, setup.server.chat_template),
+        template,
         setup.server,
         counters=Counters(inherited.counters, inherited.num_rows, inherited.row),
         created_s=setup.created_s,

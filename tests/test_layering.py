@@ -45,17 +45,46 @@ MAY_IMPORT = {
     ),
     "jaxinfer.engine": ("jaxinfer.types", "jaxinfer.config", "jaxinfer.scheduler", "jaxinfer.runner"),
     "jaxinfer.frontend": ("jaxinfer.types", "jaxinfer.config", "jaxinfer.text", "jaxinfer.http", "jaxinfer.engine"),
+    "jaxinfer.found": ("checkpoints", "jaxinfer.config", "jaxinfer.text"),
+    "jaxinfer.serving": (
+        "checkpoints",
+        "jaxinfer.types",
+        "jaxinfer.config",
+        "jaxinfer.found",
+        "jaxinfer.text",
+        "jaxinfer.http",
+        "jaxinfer.engine",
+        "jaxinfer.frontend",
+    ),
     "jaxinfer.build": PACKAGES,  # the half of api that makes the parts
     "jaxinfer.api": PACKAGES,
     "jaxinfer.doctor": PACKAGES,  # reports on every part
-    "jaxinfer.cli": ("jaxinfer.api", "jaxinfer.doctor", "jaxinfer.config", "jaxinfer.types"),
+    "jaxinfer.cli": ("jaxinfer.api", "jaxinfer.serving", "jaxinfer.doctor", "jaxinfer.config", "jaxinfer.types"),
     "jaxinfer.__main__": ("jaxinfer.cli",),
-    "jaxinfer": ("jaxinfer.api", "jaxinfer.config", "jaxinfer.types", "jaxinfer.agent"),  # __init__: the public names
+    # __init__: the public names
+    "jaxinfer": ("jaxinfer.api", "jaxinfer.serving", "jaxinfer.config", "jaxinfer.types", "jaxinfer.agent"),
 }
-ABOVE_ALL = ("jaxinfer.api", "jaxinfer.build", "jaxinfer.doctor", "jaxinfer.cli", "jaxinfer.__main__", "jaxinfer")
+ABOVE_ALL = (
+    "jaxinfer.api",
+    "jaxinfer.serving",
+    "jaxinfer.build",
+    "jaxinfer.doctor",
+    "jaxinfer.cli",
+    "jaxinfer.__main__",
+    "jaxinfer",
+)
 """What `PACKAGES` leaves out, save that api and doctor know of build."""
 
-WITHOUT_JAX = ("jaxinfer.types", "jaxinfer.config", "jaxinfer.text", "jaxinfer.scheduler", "jaxinfer.http")
+WITHOUT_JAX = (
+    "jaxinfer.types",
+    "jaxinfer.config",
+    "jaxinfer.text",
+    "jaxinfer.scheduler",
+    "jaxinfer.http",
+    "jaxinfer.found",
+    "jaxinfer.frontend",
+    "jaxinfer.serving",
+)
 JAX = {"jax", "jaxlib", "flax", "optax", "orbax", "jax_triton"}
 """JAX and what imports it."""
 
@@ -66,7 +95,7 @@ INSIDE_FUNCTIONS = {
     ("checkpoints", "orbax"): "takes 4 s to import, and only Orbax stores need it",
     ("jaxinfer.batch", "grain"): "only batch jobs need it",
     ("jaxinfer.text", "llguidance"): "only constrained output needs it",
-    ("jaxinfer.cli", "jaxinfer"): "takes 1.5 s with JAX, for which --help and wrong usage need not wait",
+    ("jaxinfer.cli", "jaxinfer"): "takes 1.5 s with JAX, for which --help, wrong usage and serve need not wait",
 }
 
 

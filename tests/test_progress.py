@@ -3,14 +3,30 @@
 from __future__ import annotations
 
 import re
+import sys
 import threading
+import types
 
 import pytest
 
+from jaxinfer import progress as module
 from jaxinfer.background import Background, Stopped
 from jaxinfer.progress import Progress
 
 SHARES = {"loading": 1.0, "programs": 2.0, "warm-up": 1.0}
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The time, which the test sets."""
+    now = types.SimpleNamespace(s=0.0)
+    monkeypatch.setattr(module.time, "monotonic", lambda: now.s)
+    return now
+
+
+def on_a_terminal(monkeypatch):
+    """Standard error is one, as the test has it: not in a fixture, since pytest changes it once more after those."""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
 
 
 def lines(capsys):
@@ -19,7 +35,8 @@ def lines(capsys):
     return [(int(percent), text.strip()) for percent, text in found]
 
 
-def test_one_bar_shows_all_that_goes_on_at_once(capsys):
+def test_one_bar_shows_all_that_goes_on_at_once(capsys, monkeypatch):
+    on_a_terminal(monkeypatch)
     progress = Progress(True, SHARES)
     progress("loading m", 0, 8)
     progress("tracing decode 1 rows", 0, 2)
@@ -44,7 +61,8 @@ def test_one_bar_shows_all_that_goes_on_at_once(capsys):
     ]
 
 
-def test_bar_of_loading_alone_ends_at_100_percent_and_never_runs_backwards(capsys):
+def test_bar_of_loading_alone_ends_at_100_percent_and_never_runs_backwards(capsys, monkeypatch):
+    on_a_terminal(monkeypatch)
     progress = Progress()
     for done in (0, 5, 3, 8):
         progress("loading m", done, 8)
@@ -53,7 +71,38 @@ def test_bar_of_loading_alone_ends_at_100_percent_and_never_runs_backwards(capsy
     assert percents == sorted(percents) and percents[-1] == 100
 
 
-def test_bar_that_is_not_wanted_says_nothing(capsys):
+def test_file_gets_a_plain_line_for_every_tenth_of_the_way(capsys, clock):
+    progress = Progress()
+    for done in range(101):
+        progress("loading m", done, 100)
+        clock.s += 1 / 32
+    progress.close()
+    expected = [f"{percent:3}% 00:0{percent // 32} loading m {percent}%" for percent in range(0, 101, 10)]
+    assert capsys.readouterr().err == "\n".join([*expected, ""])
+
+
+def test_file_gets_a_line_every_5_s_where_little_moves(capsys, clock):
+    progress = Progress(True, SHARES)
+    for done in range(12):
+        progress(f"tracing decode {done} rows", done, 1000)
+        clock.s += 1
+    progress.close()
+    assert capsys.readouterr().err == (
+        "  0% 00:00 tracing decode 0 rows\n  0% 00:05 tracing decode 5 rows\n  0% 00:10 tracing decode 10 rows\n"
+    )
+
+
+def test_file_is_told_the_end_once_however_soon_it_comes(capsys, clock):
+    del clock
+    progress = Progress()
+    for stage, done in (("loading m", 95), ("loading m", 100), ("loading done", 100)):
+        progress(stage, done, 100)
+    progress.close()
+    assert capsys.readouterr().err == " 95% 00:00 loading m 95%\n100% 00:00 loading m 100%\n"
+
+
+def test_bar_that_is_not_wanted_says_nothing(capsys, monkeypatch):
+    on_a_terminal(monkeypatch)
     progress = Progress(False, SHARES)
     progress("loading m", 1, 8)
     progress.close()

@@ -6,7 +6,7 @@ import select
 import socket
 import subprocess
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from jaxinfer.engine.channel import Channel, Failed, Ready, decode_to_owner
 from jaxinfer.engine.client import EngineClient
@@ -14,6 +14,8 @@ from jaxinfer.types import EngineDead, EngineInfo
 
 CLOSE_TIMEOUT_S = 10.0
 """The engine's process may take this long to end before it is killed."""
+CHECK_EVERY_S = 0.1
+"""How often whoever waits for the engine looks at what else may fail."""
 
 
 class EngineProcess:
@@ -24,9 +26,9 @@ class EngineProcess:
     """
 
     def __init__(self, command: Sequence[str], num_front_ends: int = 1):
-        """Starts `command` and waits until it is ready: a program that calls `engine_main` with its last argument.
+        """Starts `command`, a program that calls `engine_main` with its last argument.
 
-        A program of its own, because multiprocessing would run the caller's script again. EngineDead if it fails.
+        A program of its own, because multiprocessing would run the caller's script again.
         """
         pairs = [socket.socketpair() for _ in range(1 + num_front_ends)]
         (ours, *self._front_ends), theirs = ([pair[side] for pair in pairs] for side in (0, 1))
@@ -39,16 +41,24 @@ class EngineProcess:
         self._looking = threading.Lock()
         self._failure: str | None = None
         self._closing = False
-        try:
-            first = self._first_message()
-        except BaseException:  # an interrupt while it loads must not leave it behind
-            self._process.kill()
-            self._close_channels()
-            raise
+        self._info: EngineInfo | None = None
+
+    def wait_until_ready(self, check: Callable[[], None] = lambda: None) -> None:
+        """Waits until the engine is built. EngineDead, with the reason, if it is not going to be.
+
+        check: called now and then meanwhile; what it raises ends the waiting.
+        """
+        first = self._first_message(check)
         if not isinstance(first, Ready):
             self.close()
             raise EngineDead(first.reason if first else f"the engine's process ended (exit code {self.exit_code})")
-        self.info: EngineInfo = first.info
+        self._info = first.info
+
+    @property
+    def info(self) -> EngineInfo:
+        """What the engine says of itself once it is ready."""
+        assert self._info is not None, "the engine is not ready"
+        return self._info
 
     @property
     def failure(self) -> str | None:
@@ -82,6 +92,8 @@ class EngineProcess:
     def close(self) -> None:
         """Ends the engine's process. Requests still running raise EngineDead."""
         self._closing = True
+        if self._info is None:  # it has nothing to finish, and hears nothing before JAX is loaded
+            self._process.kill()
         self._owner.end()
         try:
             self._process.wait(CLOSE_TIMEOUT_S)
@@ -98,12 +110,13 @@ class EngineProcess:
         for sock in self._front_ends:
             sock.close()
 
-    def _first_message(self) -> Ready | Failed | None:
+    def _first_message(self, check: Callable[[], None]) -> Ready | Failed | None:
         """Waits for it; None if the process ends without one."""
         readable = select.poll()
         readable.register(self._owner, select.POLLIN)
         while True:
-            readable.poll()
+            readable.poll(CHECK_EVERY_S * 1000)
+            check()
             try:
                 for data in self._owner.receive():
                     return decode_to_owner(data)

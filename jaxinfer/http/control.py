@@ -16,14 +16,19 @@ MAX_REASON_CHARS = 2000
 
 
 class Setup(msgspec.Struct):
-    """All that a front end needs to know, in a file in memory: a tokenizer has megabytes."""
+    """All that a front end needs to know when it starts, in a file in memory: a tokenizer has megabytes."""
 
     server: ServerConfig
-    info: EngineInfo
     tokenizer_json: str | None
     tokenizer_config: dict[str, object]
     created_s: int
     grace_s: float
+
+
+class EngineReady(msgspec.Struct, tag=True):
+    """To the front end, before anything else: the engine takes requests from now on."""
+
+    info: EngineInfo
 
 
 class Connection(msgspec.Struct, tag=True):
@@ -50,7 +55,7 @@ class Closed(msgspec.Struct, tag=True):
     total: int
 
 
-Message = Connection | StopWish | EngineEnded | Started | Closed
+Message = EngineReady | Connection | StopWish | EngineEnded | Started | Closed
 _encode = msgspec.msgpack.encode
 _decode = msgspec.msgpack.Decoder(Message).decode
 

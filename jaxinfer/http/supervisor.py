@@ -1,5 +1,7 @@
 """Several front-end processes behind one port: started, dealt connections, watched and stopped from here.
 
+They load what they need while the engine is built, and are dealt nothing before it is ready.
+
 The supervisor accepts and hands each connection to the front end that has the fewest. With a listening socket in every
 process (SO_REUSEPORT) the kernel would choose by a hash: of 256 connections on 4 front ends the fullest has about 75,
 and streams on it are 17% slower. With one shared socket whoever wakes first takes all that wait. Here each gets 64.
@@ -16,14 +18,23 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from jaxinfer.http.control import MAX_REASON_CHARS, Closed, Connection, Control, EngineEnded, Started, StopWish
+from jaxinfer.http.control import (
+    MAX_REASON_CHARS,
+    Closed,
+    Connection,
+    Control,
+    EngineEnded,
+    EngineReady,
+    Started,
+    StopWish,
+)
 from jaxinfer.http.run import BACKLOG, FAILURE_GRACE_S, FORCE_S, GRACE_S, POLL_S, Main, Stop
-from jaxinfer.types import EngineDead
+from jaxinfer.types import EngineDead, EngineInfo
 
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 60.0
-"""How long a front end may take to load its tokenizer."""
+"""How long a front end may take to start once the engine is ready."""
 END_S = 1.0
 """What a front end gets to end after all its connections have, before it is killed."""
 
@@ -77,24 +88,31 @@ class FrontEnds:
     def main(
         self,
         sock: socket.socket,
+        engine: EngineInfo,
         engine_failure: Callable[[], str | None],
         *,
         grace_s: float = GRACE_S,
         failure_grace_s: float = FAILURE_GRACE_S,
     ) -> Main:
-        """A `Main` of `run.py` on `sock`, which it closes.
+        """A `Main` of `run.py` on `sock`, which it closes, for an engine that is ready.
 
         engine_failure: why the engine stopped; None while it runs.
         """
 
         def serve(stop: Stop, started: threading.Event) -> str | None:
             try:
+                self._tell(EngineReady(engine))
                 return self._serve(sock, engine_failure, stop, started, grace_s, failure_grace_s)
             finally:
                 sock.close()
                 self.kill()
 
         return serve
+
+    def check(self) -> None:
+        """EngineDead if one of them has ended."""
+        if (end := self._first_end()) is not None:
+            raise EngineDead(end)
 
     def kill(self) -> None:
         """Ends at once what still runs."""
@@ -141,8 +159,7 @@ class FrontEnds:
         limit_s = time.monotonic() + START_TIMEOUT_S
         while not all(front_end.started for front_end in self._front_ends) and not stop.wishes:
             self._listen()
-            if (end := self._first_end()) is not None:
-                raise EngineDead(end)
+            self.check()
             if time.monotonic() > limit_s:
                 raise EngineDead(f"the front ends did not start within {START_TIMEOUT_S:g} s")
 
@@ -195,7 +212,7 @@ class FrontEnds:
     def _first_end(self) -> str | None:
         return next((end for front_end in self._front_ends if (end := front_end.end) is not None), None)
 
-    def _tell(self, message: StopWish | EngineEnded) -> None:
+    def _tell(self, message: EngineReady | StopWish | EngineEnded) -> None:
         for front_end in self._front_ends:
             front_end.control.send(message)
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import select
 import socket
 
 import uvicorn
 
-from jaxinfer.http.control import Closed, Connection, Control, EngineEnded, Started, StopWish
+from jaxinfer.http.control import Closed, Connection, Control, EngineEnded, EngineReady, Started, StopWish
 from jaxinfer.http.protocol import Protocol
 from jaxinfer.http.run import POLL_S, Stop, make_server, wind_down
 from jaxinfer.http.server import App
+from jaxinfer.types import EngineInfo
 
 
 class Worker:
@@ -26,6 +28,19 @@ class Worker:
         self._num_taken = 0
         self._num_closed = 0
         self._opening: set[asyncio.Task[None]] = set()
+
+    def wait_for_engine(self) -> EngineInfo:
+        """What the engine says of itself, once it is ready. The process ends at once if the supervisor is gone."""
+        readable = select.poll()
+        readable.register(self._control, select.POLLIN)
+        while True:
+            readable.poll()
+            try:
+                received = self._control.receive()
+            except EOFError:
+                os._exit(1)  # as in `_listen`
+            if received is not None and isinstance(received.message, EngineReady):
+                return received.message.info
 
     async def serve(self, app: App, grace_s: float) -> None:
         """Until the supervisor wishes it to stop. The process ends at once if the supervisor is gone."""

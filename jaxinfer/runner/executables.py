@@ -95,11 +95,10 @@ class Executables:
 
     def fetch(self, key: str, builder: StepBuilder, program: Program) -> jax.stages.Compiled | None:
         """The program that was kept under `key`, ready to run; None if there is none that works."""
-        if self._disk is None or (data := self._disk.get(key)) is None:
+        if (disk := self._disk) is None or (data := disk.get(key)) is None:
             return None
-        if builder.target.compute_capability == HOPPER:
-            # Programs with kernels of Mosaic's find its runtime library by a variable that this module sets.
-            importlib.import_module("jax.experimental.mosaic.gpu")
+        if builder.target.compute_capability == HOPPER and not self._load_runtime():
+            return None
         devices = list(builder.mesh.devices.flat)
         in_tree, out_tree = jax.tree.structure((program.args, {})), jax.tree.structure(program.result)
         try:
@@ -107,11 +106,31 @@ class Executables:
                 data, in_tree, out_tree, backend=devices[0].client, execution_devices=devices
             )
         except Exception as error:  # whatever XLA or pickle make of it, compiling is the way on
-            self._disk.discard(key, f"{program.name} cannot be loaded ({type(error).__name__}: {error})")
+            disk.discard(key, f"{program.name} cannot be loaded ({type(error).__name__}: {error})")
             return None
         with self._lock:
             self._fetched[key] = program.name
         return compiled
+
+    def _load_runtime(self) -> bool:
+        """Whether programs with kernels of Mosaic's find its library. If not, nothing is read or kept, and it says so.
+
+        Such a program is no worse for it: nothing is deleted.
+        """
+        with self._lock:
+            if self._disk is None:
+                return False
+            try:
+                importlib.import_module("jax.experimental.mosaic.gpu")  # sets the variable that names the library
+            except Exception as error:  # whatever an import may raise, compiling is the way on
+                self._disk = None
+                log.warning(
+                    "compiled steps are neither kept nor read, and all are compiled anew: Mosaic's runtime cannot be "
+                    "imported (%s: %s)",
+                    type(error).__name__,
+                    error,
+                )
+            return self._disk is not None
 
     def store(self, key: str, compiled: jax.stages.Compiled, *, complete: bool = True) -> bool:
         """Keeps a program. False if it could be kept, but only once compiled anew.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from checkpoints.resolve import Checkpoint
+from checkpoints.resolve import Checkpoint, resolve
 from checkpoints.source import CheckpointError
 from jaxinfer import build
 from jaxinfer.config import ConfigError, EngineConfig
@@ -70,7 +70,7 @@ def test_without_a_number_of_pages_the_pool_holds_every_sequence_at_its_full_len
 
 def sized(config: EngineConfig):
     """The step builder of a configuration, before anything is compiled."""
-    checkpoint = build.resolve(config.model)
+    checkpoint = resolve(config.model)
     model = build.registry.from_config(checkpoint.config)
     mesh = build.rules.make_mesh(1)
     shape = build._state_shape(config, model, mesh)

@@ -12,7 +12,8 @@ import socket
 import httpx
 import pytest
 
-from jaxinfer import api, frontend
+from jaxinfer import frontend
+from jaxinfer import serving as module
 from jaxinfer.config import ConfigError, ServerConfig
 from jaxinfer.types import EngineDead
 from tests.api.test_serve_process import (
@@ -226,7 +227,7 @@ def test_killed_supervisor_leaves_no_process(serve):
 def test_front_ends_started_from_python_serve_on_a_free_port_and_end_at_shutdown(folder):
     options = {"max_num_seqs": 1, "max_num_batched_tokens": 16, "page_size": 8, "show_progress": False}
     before = set(children(os.getpid()))
-    with api.serve(
+    with module.serve(
         str(folder / "model"),
         port=0,
         block=False,
@@ -246,7 +247,7 @@ def test_front_ends_started_from_python_serve_on_a_free_port_and_end_at_shutdown
 
 
 def test_number_of_front_ends_follows_the_cores_where_nobody_says():
-    assert [api._front_ends_for(cores) for cores in (1, 2, 7, 8, 15, 16, 64)] == [1, 1, 1, 2, 2, 4, 4]
+    assert [module._front_ends_for(cores) for cores in (1, 2, 7, 8, 15, 16, 64)] == [1, 1, 1, 2, 2, 4, 4]
 
 
 @pytest.mark.parametrize("count", [0, -1, 65])
@@ -260,7 +261,7 @@ def test_front_end_that_cannot_start_is_the_reason_and_leaves_no_process(folder,
     monkeypatch.setattr(frontend, "__name__", "jaxinfer.not_there")
     before = set(children(os.getpid()))
     with pytest.raises(EngineDead, match=r"^front end \d of 2 \(pid \d+\) ended \(exit code 1\)$"):
-        api.serve(
+        module.serve(
             str(folder / "model"),
             port=0,
             block=False,

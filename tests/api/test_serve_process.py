@@ -216,6 +216,18 @@ def test_front_end_killed_while_the_engine_is_built_ends_the_engine_long_before_
     wait_for(lambda: not is_alive(engine_pid), limit_s=2)
 
 
+@pytest.mark.parametrize("after_s", [0, 0.5])
+def test_interrupt_as_soon_as_the_processes_are_started_ends_all_without_a_traceback(start, model, after_s):
+    server = start(str(model), *TINY_FLAGS, "--api-server-count", "2")
+    wait_for(lambda: server.engine_pid is not None, limit_s=60)
+    time.sleep(after_s)
+    processes = children(server.process.pid)
+    os.killpg(server.process.pid, signal.SIGINT)
+    assert server.process.wait(20) == 1
+    wait_for(lambda: not any(map(is_alive, processes)), limit_s=5)
+    assert server.stderr == ""
+
+
 def test_interrupt_while_the_engine_is_built_ends_both_without_a_traceback(start):
     server = start("smollm2-135m", "--compile-cache-dir", "")
     wait_for(lambda: server.engine_pid is not None, limit_s=60)
@@ -269,7 +281,7 @@ def test_backend_that_jax_cannot_start_is_named_on_stderr_without_a_traceback(st
 def test_fault_while_the_engine_is_built_is_the_reason_and_shows_where(capfd):
     program = "import sys; from jaxinfer.engine.loop import engine_main; engine_main(sys.argv[1], lambda: {}[7])"
     with pytest.raises(EngineDead, match="^KeyError: 7$"):
-        EngineProcess([sys.executable, "-c", program])
+        EngineProcess([sys.executable, "-c", program]).wait_until_ready()
     assert "Traceback" in capfd.readouterr().err
 
 

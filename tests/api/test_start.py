@@ -124,6 +124,22 @@ def test_folder_that_others_can_write_to_is_used_neither_for_steps_nor_by_jax(tm
     assert caplog.text.count("others can write to") == 1 and not list(tmp_path.iterdir())
 
 
+def test_model_is_looked_for_while_the_devices_start(monkeypatch):
+    find_model, find_devices, looked = build.find_model, build.find_devices, threading.Event()
+
+    def look(config):
+        looked.set()
+        return find_model(config)
+
+    def start_devices():
+        assert looked.wait(60)
+        return find_devices()
+
+    monkeypatch.setattr(build, "find_model", look)
+    monkeypatch.setattr(build, "find_devices", start_devices)
+    start().close()
+
+
 def test_weights_that_cannot_be_loaded_are_the_reason_while_steps_are_compiled(monkeypatch):
     compiling = threading.Event()
     lower = compiled.lower

@@ -50,6 +50,7 @@ def start():
 
     def start(num_front_ends=1):
         started.append(EngineProcess(COMMAND, num_front_ends))
+        started[-1].wait_until_ready()
         return started[-1]
 
     yield start
@@ -96,6 +97,34 @@ async def run(engine, request):
         return await events.all()
     finally:
         engine.cancel(request.request_id)
+
+
+def unready():
+    """An engine that is never built, and deaf to its owner as while it loads JAX."""
+    return EngineProcess([sys.executable, "-c", "import time; time.sleep(100)"])
+
+
+def test_engine_that_is_not_ready_is_ended_at_once():
+    engine = unready()
+    start_s = time.monotonic()
+    engine.close()
+    assert engine.exit_code == -signal.SIGKILL and time.monotonic() - start_s < 2
+    assert engine.failure == "the engine was shut down (exit code -9)"
+
+
+def test_what_fails_elsewhere_ends_the_waiting_for_the_engine():
+    engine, calls = unready(), []
+
+    def check():
+        calls.append(None)
+        if len(calls) == 3:
+            raise ZeroDivisionError
+
+    start_s = time.monotonic()
+    with pytest.raises(ZeroDivisionError):
+        engine.wait_until_ready(check)
+    assert time.monotonic() - start_s < 2
+    engine.close()
 
 
 def test_engine_that_stands_still_does_not_stop_the_event_loop_and_then_answers_all(process_and_client):

@@ -8,6 +8,7 @@ import logging
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import jax
@@ -22,6 +23,7 @@ from jaxinfer.runner import cache, compiled, executables, inputs
 from jaxinfer.runner.disk_cache import DiskCache
 from jaxinfer.runner.executables import Executables
 from jaxinfer.sharding import rules
+from pallas_kernels.dispatch import HOPPER
 from tests.runner.test_step import BUCKETS, make_builder
 
 CONFIG = {"made": "up"}
@@ -266,6 +268,44 @@ def test_entry_that_is_no_program_is_discarded_with_a_word_and_compiled_afresh(k
     assert f"{key} is discarded: decode 2 rows cannot be loaded (" in caplog.text
     np.testing.assert_array_equal(run_all(builder, programs)[0].logits, run_all(builder, fresh)[0].logits)
     assert len(disk.get(key)) > 1000
+
+
+def on_hopper(builder):
+    """As much of a builder as fetching looks at."""
+    return types.SimpleNamespace(mesh=builder.mesh, target=types.SimpleNamespace(compute_capability=HOPPER))
+
+
+def fetch_all(builder, kept):
+    programs = list(compiled.small_programs(builder).values())
+    return [kept.fetch(kept.key(builder, program), on_hopper(builder), program) for program in programs]
+
+
+def test_runtime_of_mosaic_is_imported_before_a_program_for_hopper_is_loaded(kept, monkeypatch):
+    builder, _, folder = kept
+    load, done = executables.serialize_executable.deserialize_and_load, []
+
+    def load_and_tell(*args, **options):
+        done.append("loaded")
+        return load(*args, **options)
+
+    monkeypatch.setattr(executables.serialize_executable, "deserialize_and_load", load_and_tell)
+    monkeypatch.setattr(executables.importlib, "import_module", done.append)
+    assert all(fetch_all(builder, Executables(DiskCache.open(folder), CONFIG)))
+    assert done == ["jax.experimental.mosaic.gpu", "loaded"] * 4
+
+
+def test_without_the_runtime_of_mosaic_nothing_is_fetched_or_deleted_and_it_is_said_once(kept, monkeypatch, caplog):
+    builder, _, folder = kept
+    monkeypatch.setitem(sys.modules, "jax.experimental.mosaic.gpu", None)  # so that importing it fails
+    before = set(folder.iterdir())
+    disk = Executables(DiskCache.open(folder), CONFIG)
+    with caplog.at_level(logging.WARNING):
+        assert not any(fetch_all(builder, disk))
+    assert caplog.text.count("compiled steps are neither kept nor read, and all are compiled anew") == 1
+    assert "Mosaic's runtime cannot be imported (ModuleNotFoundError: " in caplog.text
+    assert not disk.enabled and set(folder.iterdir()) == before
+    monkeypatch.undo()
+    run_all(builder, compile_all(builder, disk))
 
 
 def test_backend_that_cannot_write_programs_is_told_of_once_and_they_are_compiled(
