@@ -185,8 +185,6 @@ class StepBuilder:
 
     def _keep(self, state: DeviceState, step: inputs.StepInputs, logits: jax.Array) -> DeviceState:
         """Writes the likeliest tokens to the slots of rows that sample, and keeps what the sampler would need."""
-        ids = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
-        logits = jnp.where(ids < self.vocab_size, logits, -jnp.inf)
         slot = jnp.where(step.samples, step.slot, self.shape.num_slots)
 
         def put(kept: jax.Array, rows: jax.Array) -> jax.Array:
@@ -194,6 +192,8 @@ class StepBuilder:
             # inside a shard_map.
             return jax.lax.dynamic_update_slice_in_dim(kept, rows, 0, axis=0)
 
+        unused = jnp.full((logits.shape[0], logits.shape[1] - self.vocab_size), -jnp.inf)
+        logits = jax.lax.dynamic_update_slice(logits, unused, (0, self.vocab_size))
         return state.replace(
             last_token=state.last_token.at[slot].set(sampling.argmax(logits)),
             logits=put(state.logits, logits),

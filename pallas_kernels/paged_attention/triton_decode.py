@@ -41,8 +41,8 @@ MERGE = 16
 
 def num_splits(num_rows: int, num_kv_heads: int, table_positions: int) -> int:
     """Programs per row and KV head: enough to fill the card with few rows, never below MIN_SPLIT positions each."""
-    wanted = triton.next_power_of_2(triton.cdiv(PROGRAMS, num_rows * num_kv_heads))
-    return max(1, min(MAX_SPLITS, max(4, wanted), triton.next_power_of_2(triton.cdiv(table_positions, MIN_SPLIT))))
+    wanted = PROGRAMS // (num_rows * num_kv_heads)
+    return max(1, min(MAX_SPLITS, max(4, wanted), triton.cdiv(table_positions, MIN_SPLIT)))
 
 
 def run_rows(
@@ -144,7 +144,8 @@ def _sizes(pool: tuple[int, ...], group: int, rows: PagedRows, counters: jax.Ref
         "BLOCK": BLOCK,
         "GROUP_BLOCK": max(partial_group, 1 if INTERPRETING else 16),
         "PARTIAL_GROUP": partial_group,
-        "MERGE": min(MERGE, splits),
+        "SPLIT_BLOCK": triton.next_power_of_2(splits),
+        "MERGE": min(MERGE, triton.next_power_of_2(splits)),
         "WIDTH_BLOCK": triton.next_power_of_2(width),
     }
     scratch = [jax.ShapeDtypeStruct((*parts, last), jnp.float32) for last in (width, 2)]
@@ -209,6 +210,7 @@ def _decode_attention(
     BLOCK: tl.constexpr,
     GROUP_BLOCK: tl.constexpr,
     PARTIAL_GROUP: tl.constexpr,
+    SPLIT_BLOCK: tl.constexpr,
     MERGE: tl.constexpr,
     WIDTH_BLOCK: tl.constexpr,
     FUSED: tl.constexpr,
@@ -315,7 +317,7 @@ def _decode_attention(
                 WIDTH,
                 PARTIAL_GROUP,
                 WIDTH_BLOCK,
-                SPLITS,
+                SPLIT_BLOCK,
                 MERGE,
             )
 
@@ -347,7 +349,7 @@ def _combine(
     WIDTH: tl.constexpr,
     PARTIAL_GROUP: tl.constexpr,
     WIDTH_BLOCK: tl.constexpr,
-    SPLITS: tl.constexpr,
+    SPLIT_BLOCK: tl.constexpr,
     MERGE: tl.constexpr,
 ):
     """Adds up what the programs of a row and KV head left, MERGE of them at a time, and stores the result.
@@ -356,7 +358,7 @@ def _combine(
     """
     g = tl.arange(0, PARTIAL_GROUP)
     e = tl.arange(0, WIDTH_BLOCK)
-    every = tl.arange(0, SPLITS)[:, None]
+    every = tl.arange(0, SPLIT_BLOCK)[:, None]
     all_stats = stats_ptr + every * PARTIAL_GROUP * 2 + g[None, :] * 2
     best = tl.max(tl.load(all_stats, mask=every < used, other=-1e30, cache_modifier=".cg"), 0)
     total = tl.zeros([MERGE, PARTIAL_GROUP], tl.float32)

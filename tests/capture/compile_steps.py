@@ -62,7 +62,7 @@ def make_builder(target: str) -> StepBuilder:
         dtype=jnp.dtype("bfloat16"),
     )
     mesh = topologies.make_mesh(topology, (1,), (rules.TENSOR,))
-    return StepBuilder(model=model, shape=shape, vocab_size=model.vocab_rows, mesh=mesh, buckets=BUCKETS)
+    return StepBuilder(model=model, shape=shape, vocab_size=model.vocab_rows - 267, mesh=mesh, buckets=BUCKETS)
 
 
 class Thunk(NamedTuple):
