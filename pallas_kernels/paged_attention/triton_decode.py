@@ -27,7 +27,7 @@ BLOCK = 64
 """Positions of one round of a program."""
 MIN_SPLIT = 256
 """Fewest positions that are worth a program of their own."""
-PROGRAMS = 512
+PROGRAMS = 264
 """Where rows are few they are split until a launch has about this many: a few for each of an H200's 132
 multiprocessors."""
 MAX_SPLITS = 128
