@@ -54,6 +54,8 @@ class EngineConfig:
     Measured at warm-up on a GPU; on a CPU the chunk is 64 tokens."""
     max_waiting: int = 1024
     """Requests that may wait for a slot before further ones are refused."""
+    enable_prefix_caching: bool = True
+    """Whether keys and values of earlier requests are used again by those that begin alike."""
     tensor_parallel_size: int = 1
     """Devices that the heads, the MLP and the vocabulary are split over."""
     seed: int = 0
@@ -103,6 +105,7 @@ class SchedulerLimits:
     max_mixed_tokens: int  # tokens in a step with decode rows, these included
     calm_mixed_tokens: int | None = None  # the same while few sequences wait; None: no less than always
     max_waiting: int  # requests
+    prefix_caching: bool = False  # whether pages are kept for requests that begin alike
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

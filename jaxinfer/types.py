@@ -200,6 +200,7 @@ class Request:
     logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
     stop_ids: Sequence[int] = ()  # the output ends with the first of these, once it has min_tokens
     logprobs: int | None = None
+    cache_salt: str = ""  # keys and values of earlier requests are used again only where the salt is the same
 
     @property
     def has_penalties(self) -> bool:
@@ -234,6 +235,7 @@ class TokenEvent(NamedTuple):
     stop_id: int | None = None  # the stop id that ended the output: the last of token_ids
     error: str | None = None  # with FinishReason.ERROR
     refused: bool = False  # with FinishReason.ERROR: the waiting queue was full, nothing ran
+    cached_tokens: int = 0  # with the first token: of the prompt, whose keys and values were in the cache already
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,9 +260,12 @@ class EngineStats:
 
     num_running: int = 0
     num_waiting: int = 0
-    num_pages_used: int = 0
+    num_pages_used: int = 0  # held by sequences
+    num_pages_cached: int = 0  # held by none, and kept for requests that begin alike
     num_pages: int = 0
     prompt_tokens: int = 0  # of admitted requests, each counted once
+    cached_prompt_tokens: int = 0  # of these, not computed
+    num_evictions: int = 0  # cached pages that were given to others
     generation_tokens: int = 0
     num_preemptions: int = 0
     num_steps: int = 0

@@ -39,6 +39,14 @@ class PrefillChunk:
     )  # with the first chunk of an admission, all known tokens (prompt, then output), else None
 
 
+class CachedPrefix(NamedTuple):
+    """The beginning of a newly admitted sequence that is in the cache already. Its first chunk starts behind it."""
+
+    slot: int
+    pages: Sequence[int]  # for the slot's page table from index 0 on; the last one may be filled in part
+    copied_from: int | None  # page whose content the last of `pages` begins with; None: all are shared as they are
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepPlan:
     """One step of the device. Decode rows come first; every row is another slot."""
@@ -46,6 +54,7 @@ class StepPlan:
     step: int
     decodes: Sequence[DecodeRow]
     prefills: Sequence[PrefillChunk]
+    prefixes: Sequence[CachedPrefix] = ()  # of some of `prefills`, put in place before the step, in this order
 
     @property
     def num_tokens(self) -> int:
