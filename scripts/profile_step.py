@@ -50,7 +50,7 @@ LIMITS = ("copy_bytes_per_s", "matrix_flops", "read_bytes_per_s")
 RECORDED = ("step", "bucket", "step_ms", "waited_ms", "dispatch_ms", "weights_bytes", "kv_bytes", "flops", "floor_ms",
             "times_floor")  # fmt: skip
 """Of a step in profile.json, what the results file keeps besides its parts."""
-TYPES = {"int": int, "float": float, "str": str}
+TYPES = {"int": int, "float": float, "str": str, "bool": bool}
 READ_TB_PER_S = 4.3
 """At which an H200 reads."""
 HOST_BOUND = 0.9
@@ -64,7 +64,8 @@ def engine_config(flags: Sequence[str]) -> EngineConfig:
     parser = argparse.ArgumentParser(prog="profile_step.py measure ... --", allow_abbrev=False)
     for field in dataclasses.fields(EngineConfig):
         kind = TYPES[str(field.type).split(" | ")[0]]
-        parser.add_argument(f"--{field.name.replace('_', '-')}", type=kind, help=f"EngineConfig.{field.name}")
+        how = {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind}
+        parser.add_argument(f"--{field.name.replace('_', '-')}", **how, help=f"EngineConfig.{field.name}")
     given = vars(parser.parse_args([flag for flag in flags if flag != "--"]))
     return EngineConfig(**{name: value for name, value in given.items() if value is not None})
 

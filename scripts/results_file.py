@@ -119,14 +119,16 @@ def gpu() -> tuple[str, str] | None:
 
 
 def commit(root: Path = ROOT) -> str | None:
-    """What is measured: the commit of the tree, as git says, else what $JAXINFER_COMMIT says; None where neither does.
+    """What is measured: what $JAXINFER_COMMIT says of a copy, else the commit of the tree; None where neither is known.
 
-    "-dirty" follows where a tracked file differs from it, but for the results, which every run changes.
+    "-dirty" follows git's where a tracked file differs from it, but for the results, which every run changes.
     """
-    if (root / ".git").exists() and (head := _git(root, "rev-parse", "--short=12", "HEAD")):
-        changes = _git(root, "status", "--porcelain", "--untracked-files=no", "--", ".", ":(exclude)scripts/results")
-        return head if changes == "" else f"{head}-dirty"
-    return os.environ.get("JAXINFER_COMMIT") or None
+    if said := os.environ.get("JAXINFER_COMMIT"):
+        return said
+    if not (root / ".git").exists() or not (head := _git(root, "rev-parse", "--short=12", "HEAD")):
+        return None
+    changes = _git(root, "status", "--porcelain", "--untracked-files=no", "--", ".", ":(exclude)scripts/results")
+    return head if changes == "" else f"{head}-dirty"
 
 
 def _git(root: Path, *command: str) -> str | None:

@@ -159,9 +159,10 @@ def test_bytes_of_kernels_come_from_names_of_parameters():
 
 def test_flags_after_the_dashes_are_fields_of_the_engines_config():
     config = profile_step.engine_config(
-        ["--", "--model", "m", "--max-model-len", "64", "--gpu-memory-utilization", "0.5"]
+        ["--", "--model", "m", "--max-model-len", "64", "--gpu-memory-utilization", "0.5", "--no-enable-prefix-caching"]
     )
     assert (config.model, config.max_model_len, config.gpu_memory_utilization) == ("m", 64, 0.5)
+    assert not config.enable_prefix_caching
 
 
 def test_a_step_is_told_by_part_and_the_kernels_of_no_part_by_name(trace):
