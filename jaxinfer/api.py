@@ -61,6 +61,7 @@ class RequestOutput:
     prompt: str | None  # None if it was given as token ids
     prompt_token_ids: list[int]
     outputs: list[Completion]
+    num_cached_tokens: int = 0  # of the prompt, that were in the cache when the first of its outputs began
 
 
 class LLM:
@@ -100,6 +101,8 @@ class LLM:
         params = self._one_each(sampling_params, len(many))
         jobs = [self._job(prompt, sampling) for prompt, sampling in zip(many, params, strict=True)]
         self._run(jobs)
+        for job in jobs:
+            job.output.num_cached_tokens = job.streams[0].num_cached_tokens
         return [job.output for job in jobs]
 
     def chat(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -66,38 +68,96 @@ def build_engine(config: EngineConfig, found: Found | None = None, *, show_progr
         find_devices()  # a GPU takes seconds to start, and leaves the interpreter to others meanwhile
         checkpoint, tokenizer = finding.result()
     ends, defaults = eos_ids(checkpoint, tokenizer), sampling_defaults(checkpoint)
-    model = registry.from_config(checkpoint.config)
-    mesh = rules.make_mesh(config.tensor_parallel_size)
-    shardings = rules.shardings(model.specs, mesh)
-    vocab_size = min(model.vocab_rows, tokenizer.vocab_size) if tokenizer else model.vocab_rows
-    shape = _state_shape(config, model, mesh)
-    buckets = make_buckets(rules.platform(mesh), shape.num_slots, _max_step_tokens(config, shape.num_slots, mesh))
-    builder = StepBuilder(model=model, shape=shape, vocab_size=vocab_size, mesh=mesh, buckets=tuple(buckets))
+    builder = make_builder(config, checkpoint, tokenizer)
+    mesh, buckets = builder.mesh, builder.buckets
     executables = Executables(_open_executables(config), checkpoint.config)
-    check_tensors(checkpoint, model)
+    check_tensors(checkpoint, builder.model)
     with contextlib.closing(Progress(show_progress, SHARES)) as progress, _out_of_memory_explained(config):
-        builder, runner = _load_and_compile(config, builder, executables, checkpoint, shardings, progress)
+        builder, runner = _load_and_compile(config, builder, executables, checkpoint, progress)
     limits = SchedulerLimits(
         max_model_len=builder.shape.max_model_len,
         page_size=config.page_size,
         num_pages=builder.shape.num_pages,
-        max_num_seqs=shape.num_slots,
+        max_num_seqs=builder.shape.num_slots,
         max_step_tokens=buckets[-1].tokens,
         max_mixed_tokens=_max_mixed_tokens(config, buckets, runner.times_ms, mesh),
         calm_mixed_tokens=_calm_mixed_tokens(buckets, runner.times_ms, mesh),
         max_waiting=config.max_waiting,
+        prefix_caching=config.enable_prefix_caching,
     )
     info = EngineInfo(
         model=config.model,
         max_model_len=limits.max_model_len,
-        vocab_size=vocab_size,
+        vocab_size=builder.vocab_size,
         eos_ids=ends,
         sampling_defaults=defaults,
         page_size=limits.page_size,
         num_pages=limits.num_pages,
         max_num_seqs=limits.max_num_seqs,
+        prefix_caching=limits.prefix_caching,
     )
     return Engine(runner, Scheduler(limits), info)
+
+
+def make_builder(config: EngineConfig, checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> StepBuilder:
+    """What makes the steps of a model; of its shape, the number of pages is still to be found."""
+    model = registry.from_config(checkpoint.config)
+    mesh = rules.make_mesh(config.tensor_parallel_size)
+    rules.shardings(model.specs, mesh)  # refuses what the mesh does not divide
+    shape = _state_shape(config, model, mesh)
+    buckets = make_buckets(rules.platform(mesh), shape.num_slots, _max_step_tokens(config, shape.num_slots, mesh))
+    vocab_size = min(model.vocab_rows, tokenizer.vocab_size) if tokenizer else model.vocab_rows
+    return StepBuilder(model=model, shape=shape, vocab_size=vocab_size, mesh=mesh, buckets=tuple(buckets))
+
+
+class MemoryPart(NamedTuple):
+    """Bytes of one device that an engine takes, and what for."""
+
+    name: str
+    num_bytes: int
+    detail: str = ""
+
+
+def plan_memory(config: EngineConfig) -> list[MemoryPart]:
+    """Where the memory of each device would go. Raises as `build_engine` does.
+
+    On a GPU the largest step is compiled, unless a former start stored how much it needs.
+    """
+    set_up_jax(config)
+    find_devices()
+    checkpoint, tokenizer = find_model(config)
+    builder = make_builder(config, checkpoint, tokenizer)
+    model, mesh = builder.model, builder.mesh
+    executables = Executables(_open_executables(config), checkpoint.config)
+    params = abstract_params(model.specs, builder.shape.dtype, rules.shardings(model.specs, mesh))
+
+    @functools.cache
+    def temp_bytes() -> int:
+        return largest_temp_bytes(builder, params, executables, lambda *_: None, lambda: None)
+
+    shape = size_pool(config, builder, temp_bytes).shape
+    state = shape.abstract(mesh, builder.axis_rules)
+    penalties = sum(a.size * a.dtype.itemsize for a in (state.output_counts, state.in_prompt, state.logit_bias))
+    logits = state.logits.size * state.logits.dtype.itemsize
+    page_bytes = cache.token_bytes(shape.cache, shape.dtype) * shape.page_size // mesh.size
+    token_bytes, context_pages = page_bytes // shape.page_size, -(-shape.max_model_len // shape.page_size)
+    parts = [
+        MemoryPart("weights", num_bytes(model.specs, shape.dtype) // mesh.size, f"{model.architecture}, {shape.dtype}"),
+        MemoryPart(
+            "KV cache",
+            (shape.num_pages + 1) * page_bytes,
+            f"{shape.num_pages:,} pages of {shape.page_size} tokens of {token_bytes:,} bytes; a context of "
+            f"{shape.max_model_len:,} takes {context_pages:,} pages",
+        ),
+        MemoryPart("logits", logits, f"of {shape.num_slots} sequences, {shape.vocab_rows:,} tokens, in float32"),
+        MemoryPart("penalties and biases", penalties, f"of {shape.num_slots} sequences"),
+        MemoryPart("page tables and sampling", cache.slot_bytes(state) - logits - penalties),
+    ]
+    if builder.platform == "gpu":
+        largest = f"of the largest step, {builder.buckets[-1]}"
+        parts.append(MemoryPart("temporaries", temp_bytes(), largest))
+        parts.append(MemoryPart("reserve", cache.GPU_RESERVE_BYTES, "left free for results and fragmentation"))
+    return parts
 
 
 def _load_and_compile(
@@ -105,7 +165,6 @@ def _load_and_compile(
     builder: StepBuilder,
     executables: Executables,
     checkpoint: Checkpoint,
-    shardings: Mapping[str, jax.sharding.Sharding],
     progress: Progress,
 ) -> tuple[StepBuilder, ModelRunner]:
     """The builder with its pool sized, and the runner. Weights are loaded while programs are compiled or fetched.
@@ -113,6 +172,7 @@ def _load_and_compile(
     Programs need only the shapes of the weights. Tracing stays on this thread, which has the caller's contexts of JAX.
     """
     model, dtype = builder.model, builder.shape.dtype
+    shardings = rules.shardings(model.specs, builder.mesh)
     params = abstract_params(model.specs, dtype, shardings)
 
     def load_all(raise_if_stopped: Callable[[], None]) -> Params:
@@ -127,7 +187,7 @@ def _load_and_compile(
         def temp_bytes() -> int:
             return largest_temp_bytes(builder, params, executables, progress, loading.check)
 
-        sized = _size_pool(config, builder, temp_bytes)
+        sized = size_pool(config, builder, temp_bytes)
         programs = compile_programs(sized, params, executables, progress, loading.check)
         loaded = loading.result()
     try:
@@ -295,7 +355,7 @@ def _max_step_tokens(config: EngineConfig, num_slots: int, mesh: Mesh) -> int:
     return tokens
 
 
-def _size_pool(config: EngineConfig, builder: StepBuilder, largest_temp_bytes: Callable[[], int]) -> StepBuilder:
+def size_pool(config: EngineConfig, builder: StepBuilder, largest_temp_bytes: Callable[[], int]) -> StepBuilder:
     """The builder with the pages that fit, and with a context that they can hold.
 
     largest_temp_bytes: of the largest step, which is asked for on a GPU alone and may take as long as compiling it.
@@ -312,7 +372,9 @@ def _size_pool(config: EngineConfig, builder: StepBuilder, largest_temp_bytes: C
     return dataclasses.replace(builder, shape=shape)
 
 
-def _max_mixed_tokens(config: EngineConfig, buckets: list[Bucket], times_ms: Mapping[Bucket, float], mesh: Mesh) -> int:
+def _max_mixed_tokens(
+    config: EngineConfig, buckets: Sequence[Bucket], times_ms: Mapping[Bucket, float], mesh: Mesh
+) -> int:
     """Tokens of a step that has decode rows: as many as keep it within max_step_ms, by measurement on a GPU."""
     least = 2 * max(bucket.rows for bucket in buckets)
     if rules.platform(mesh) == "cpu":
@@ -323,7 +385,7 @@ def _max_mixed_tokens(config: EngineConfig, buckets: list[Bucket], times_ms: Map
     return min(max([least, *quick]), buckets[-1].tokens)
 
 
-def _calm_mixed_tokens(buckets: list[Bucket], times_ms: Mapping[Bucket, float], mesh: Mesh) -> int | None:
+def _calm_mixed_tokens(buckets: Sequence[Bucket], times_ms: Mapping[Bucket, float], mesh: Mesh) -> int | None:
     """Tokens of a step that has decode rows while few sequences wait: as many as take CALM_STEPS decode steps."""
     if rules.platform(mesh) == "cpu":
         return None

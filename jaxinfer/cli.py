@@ -70,6 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument("--dtype", choices=DTYPES, default="auto", help="of the stored weights; auto: as they are")
     check = command("doctor", _doctor, "Report on Python, JAX, devices, memory and whether a model fits.")
     _add_engine(check)
+    check.add_argument("--memory", action="store_true", help="say where the bytes of each device go, part by part")
     check.add_argument("--json", action="store_true", help="print the report as JSON")
     return parser
 
@@ -92,6 +93,11 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--max-num-batched-tokens", type=int, help="most tokens in one step")
     group.add_argument("--max-step-ms", type=float, help="longest step while sequences decode, in ms")
     group.add_argument("--max-waiting", type=int, help="requests that may wait before others are refused")
+    group.add_argument(
+        "--enable-prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        help="use keys and values of earlier requests again where prompts begin alike (default: yes)",
+    )
     group.add_argument("--tensor-parallel-size", "-tp", type=int, help="devices that the model is split over")
     group.add_argument("--seed", type=int, help="of random weights")
     group.add_argument("--compile-cache-dir", help="folder for compiled steps; empty: none")
@@ -224,7 +230,7 @@ def _convert(args: argparse.Namespace) -> None:
 def _doctor(args: argparse.Namespace) -> int:
     from jaxinfer import doctor
 
-    report = doctor.examine(EngineConfig(**_engine_options(args)))
+    report = doctor.examine(EngineConfig(**_engine_options(args)), memory=args.memory)
     print(report.to_json() if args.json else report)
     return 0 if report.healthy else EXIT_FAILED
 

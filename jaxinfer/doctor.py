@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from checkpoints import load
 from checkpoints.resolve import resolve
-from jaxinfer.build import check_context, find_devices
+from jaxinfer.build import REFUSALS, check_context, find_devices, plan_memory
 from jaxinfer.config import ConfigError, EngineConfig
 from jaxinfer.models import registry
 from jaxinfer.params import num_bytes
@@ -58,8 +58,8 @@ class Report:
         return "\n".join(f"{'ok  ' if f.ok else 'FAIL'} {f.name:{width}}  {f.value}" for f in self.findings)
 
 
-def examine(config: EngineConfig) -> Report:
-    """Looks at the machine, then at the model that `config` names."""
+def examine(config: EngineConfig, *, memory: bool = False) -> Report:
+    """Looks at the machine, then at the model that `config` names; `memory`: and at where the bytes would go."""
     findings = [Finding("python", platform.python_version()), *_packages()]
     try:
         devices = find_devices()
@@ -67,9 +67,11 @@ def examine(config: EngineConfig) -> Report:
         return Report((*findings, _driver([]), Finding("devices", str(error), ok=False)))
     findings.append(_driver(devices))
     kinds = ", ".join(f"{device.device_kind} ({device.platform})" for device in devices)
-    memory = _device_memory(devices[0])
-    findings += [Finding("devices", kinds), Finding("memory per device", _gib(memory))]
-    return Report((*findings, *_model(config, memory)))
+    limit = _device_memory(devices[0])
+    findings += [Finding("devices", kinds), Finding("memory per device", _gib(limit)), *_model(config, limit)]
+    if memory and all(finding.ok for finding in findings):
+        findings += _memory(config, limit)
+    return Report(tuple(findings))
 
 
 def _packages() -> list[Finding]:
@@ -127,6 +129,19 @@ def _model(config: EngineConfig, memory: int) -> list[Finding]:
         Finding("model", f"{config.model}: {model.architecture}, {checkpoint.format}"),
         Finding("fit", f"{fit}; {_gib(memory)} per device", ok=weights < memory),
     ]
+
+
+def _memory(config: EngineConfig, limit: int) -> list[Finding]:
+    """What an engine would take of each device, part by part."""
+    try:
+        parts = plan_memory(config)
+    except REFUSALS as error:
+        return [Finding("memory", str(error), ok=False)]
+    total = sum(part.num_bytes for part in parts)
+    findings = [
+        Finding(f"  {part.name}", _gib(part.num_bytes) + (f"  {part.detail}" if part.detail else "")) for part in parts
+    ]
+    return [*findings, Finding("  together", f"{_gib(total)} of {_gib(limit)}", ok=total <= limit)]
 
 
 def _gib(num: int) -> str:

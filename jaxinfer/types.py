@@ -19,6 +19,8 @@ MAX_LOGIT_BIAS = 1024
 """Most entries of one request's `logit_bias` (the OpenAI API allows 300)."""
 MAX_STOP_STRINGS = 128
 """Most stop strings of one request (the OpenAI API allows 4): each is followed through the text, for every choice."""
+MAX_SALT_CHARS = 256
+"""Most characters of a `cache_salt`: room for any digest or token, and it is kept with the pages of the cache."""
 MAX_TEMPERATURE = 1e30
 """Highest temperature: far beyond it float32 has none, and logits of minus infinity would not stay so."""
 REPETITION_PENALTIES = (1e-6, 1e6)
@@ -98,6 +100,8 @@ class SamplingParams:
     """Show the stop string that matched (nothing after it)."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
+    cache_salt: str | None = None
+    """Keys and values of earlier requests are used again only where the salt is the same. None: that of no salt."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", _strings(self.stop))
@@ -159,6 +163,13 @@ class SamplingParams:
             )
         for token in self.stop_token_ids:
             _check(_is_whole(token), "stop_token_ids", f"stop_token_ids has {token!r}; it must hold token ids")
+        salt = self.cache_salt
+        _check(salt is None or isinstance(salt, str), "cache_salt", f"cache_salt is {salt!r}; it must be a string")
+        _check(
+            salt is None or 1 <= len(salt) <= MAX_SALT_CHARS,
+            "cache_salt",
+            f"cache_salt has {len(salt or '')} characters; it must have 1 to {MAX_SALT_CHARS}, or be left out",
+        )
         for string in self.stop:
             _check(isinstance(string, str), "stop", f"stop has {string!r}; it must hold strings")
         _check(
@@ -252,6 +263,7 @@ class EngineInfo:
     page_size: int  # tokens
     num_pages: int
     max_num_seqs: int
+    prefix_caching: bool = False  # whether keys and values of earlier requests are used again
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -46,8 +46,11 @@ class Workload:
     start_delay_s: float = 0.0  # between the common start of all clients and the first request
 
     def payload(self, number: int, *, short: bool = False) -> bytes:
-        """The body of request `number`: no two have a prefix in common, and every run has the same ones."""
-        rng = random.Random(f"{self.seed}/{number}")
+        """The body of request `number`. The same run again has the same ones.
+
+        No two begin alike, be they of runs with other clients or lengths: none finds another's prompt in the cache.
+        """
+        rng = random.Random(f"{self.seed}/{self.concurrency}/{self.input_len}/{number}")
         input_len, output_len = self.input_len, self.output_len
         if short:
             input_len, output_len = min(input_len, WARMUP_TOKENS), min(output_len, WARMUP_TOKENS)
@@ -70,6 +73,7 @@ class Measured:
     events_s: list[float] = dataclasses.field(default_factory=list)  # arrival of each event with choices
     prompt_tokens: int | None = None  # as the server's usage says; None: it said nothing
     completion_tokens: int | None = None
+    cached_tokens: int | None = None  # of the prompt
     error: str | None = None
     cut: bool = False  # the run ended first
 
@@ -187,8 +191,10 @@ class Connection(asyncio.Protocol):
             return
         if body["choices"]:  # running usage
             self._measured.events_s.append(self._now_s)
-        self._measured.prompt_tokens = body["usage"]["prompt_tokens"]
-        self._measured.completion_tokens = body["usage"]["completion_tokens"]
+        usage = body["usage"]
+        self._measured.prompt_tokens = usage["prompt_tokens"]
+        self._measured.completion_tokens = usage["completion_tokens"]
+        self._measured.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
 
     def _end(self, error: str | None) -> None:
         if self._ended is not None and not self._ended.done():

@@ -15,6 +15,7 @@ import pytest
 
 from jaxinfer import cli
 from jaxinfer.api import LLM
+from jaxinfer.config import EngineConfig
 from tests.api.test_serve_process import (
     GOLDEN,
     SPOILED,
@@ -179,6 +180,18 @@ def test_configuration_that_cannot_work_is_refused_in_one_line(command, args, me
 def test_what_model_or_devices_cannot_do_is_refused_in_one_line(args, message, capsys):
     err = refusal(["generate", str(GOLDEN), "--prompt", "a", "--compile-cache-dir", "", *args], capsys)
     assert re.fullmatch(f"jaxinfer generate: {message}.*\n", err)
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [([], True), (["--enable-prefix-caching"], True), (["--no-enable-prefix-caching"], False)],
+)
+def test_prefixes_are_cached_unless_that_is_switched_off(flags, expected, monkeypatch):
+    asked = {}
+    monkeypatch.setattr("jaxinfer.serving.serve", lambda **options: asked.update(options))
+    assert cli.main(["serve", str(GOLDEN), *flags]) == 0
+    given = {name: value for name, value in asked.items() if name not in ("host", "port", "server")}
+    assert EngineConfig(**given).enable_prefix_caching is expected
 
 
 def test_memory_that_holds_no_page_is_refused_in_one_line(monkeypatch, capsys):

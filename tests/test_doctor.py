@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import subprocess
 
+import jax
 import pytest
 
-from jaxinfer import cli, doctor
+from jaxinfer import build, cli, doctor
 from jaxinfer.config import EngineConfig
 from tests.api.test_serve_process import GOLDEN, SPOILED, doctored, run_cli, spoil
 
@@ -36,6 +37,22 @@ def test_json_report_says_what_the_text_says(capsys):
     assert (status, report["healthy"]) == (0, True)
     assert set(LOOKED_AT) <= {finding["name"] for finding in report["findings"]}
     assert all(finding["ok"] for finding in report["findings"])
+
+
+def test_memory_by_part_is_what_an_engine_takes(capsys):
+    status, out = examine(capsys, str(GOLDEN), "--memory", "--num-pages", "40", "--max-num-seqs", "2", "--json")
+    found = {f["name"].strip(): f["value"] for f in json.loads(out)["findings"]}
+    assert status == 0
+    assert "40 pages of 16 tokens of" in found["KV cache"]
+    config = EngineConfig(model=str(GOLDEN), num_pages=40, max_num_seqs=2, max_num_batched_tokens=16)
+    parts = {part.name: part.num_bytes for part in build.plan_memory(config)}
+    assert {*parts, "together"} <= set(found)
+    engine = build.build_engine(config, show_progress=False)
+    params, state = engine._runner._params, engine._runner._state
+    assert parts["weights"] == sum(a.nbytes for a in params.values())
+    assert parts["KV cache"] == state.k_pages.nbytes + state.v_pages.nbytes
+    assert sum(parts.values()) == sum(a.nbytes for a in [*params.values(), *jax.tree.leaves(state)])
+    engine.close()
 
 
 @pytest.mark.parametrize(

@@ -157,11 +157,13 @@ class EngineClient:
         """
         self._deliver_late()
         rows = list(zip(step.numbers, step.tokens, strict=True))
-        if not self._waiting.isdisjoint(step.numbers) and self._loop is not None:
-            self._push_tokens([row for row in rows if row[0] in self._waiting])
-            rows = [row for row in rows if row[0] not in self._waiting]
-            self._waiting.difference_update(step.numbers)
-            self._late = _Late(rows, step.events)
+        first = self._waiting.intersection([*step.numbers, *(number for number, _ in step.events)])
+        if first and self._loop is not None:
+            self._waiting -= first
+            self._push_tokens([row for row in rows if row[0] in first])
+            self._push_events([event for event in step.events if event[0] in first])
+            rest = [event for event in step.events if event[0] not in first]
+            self._late = _Late([row for row in rows if row[0] not in first], rest)
             self._loop.call_soon(self._deliver_late)  # once what was written is sent, and before more is read
         else:
             self._push_tokens(rows)
@@ -182,7 +184,6 @@ class EngineClient:
     def _push_events(self, events: Sequence[tuple[int, TokenEvent]]) -> None:
         for number, event in events:
             if stream := self._streams.get(number):
-                self._waiting.discard(number)
                 if event.finish_reason is not None:
                     del self._streams[number], self._by_id[stream.request_id]
                 self._push(stream, event._replace(request_id=stream.request_id))

@@ -37,16 +37,19 @@ class Engine:
         return [] if finished is None else self._scheduler.apply(self._runner.collect(finished))
 
     def stats(self) -> EngineStats:
-        """A snapshot. When nothing runs, it also checks that every page came back."""
+        """A snapshot. When nothing runs, it also checks that every page came back; the cache may keep any of them."""
         s = self._scheduler
         if not self.has_work and s.pool.num_used:
-            raise RuntimeError(f"nothing runs, but {s.pool.num_used} pages are owned")
+            raise RuntimeError(f"nothing runs, but {s.pool.num_used} pages are held")
         return EngineStats(
             num_running=s.num_running,
             num_waiting=s.num_waiting,
             num_pages_used=s.pool.num_used,
+            num_pages_cached=s.pool.num_cached,
             num_pages=self.info.num_pages,
             prompt_tokens=s.prompt_tokens,
+            cached_prompt_tokens=s.cached_prompt_tokens,
+            num_evictions=s.num_evictions,
             generation_tokens=s.generation_tokens,
             num_preemptions=s.num_preemptions,
             num_steps=s.num_steps,

@@ -135,7 +135,8 @@ class SequenceTimer:
 class ServerMetrics(Collector):
     """The metrics of one server, in a registry of their own."""
 
-    def __init__(self, model: str, counters: Counters):
+    def __init__(self, model: str, counters: Counters, *, prefix_caching: bool):
+        self._prefix_caching = prefix_caching
         self._labels = {"model_name": model, "engine": "0"}
         self.engine = EngineStats()  # as of the last scrape
         self.first_token = Histogram(TTFT_BOUNDS, counters)
@@ -161,25 +162,33 @@ class ServerMetrics(Collector):
     def _gauges(self, prefix: str) -> Iterator[Metric]:
         engine = self.engine
         used = engine.num_pages_used / engine.num_pages if engine.num_pages else 0.0
-        for name, text, value in (
+        gauges = [
             ("num_requests_running", "Sequences that hold a slot.", engine.num_running),
             ("num_requests_waiting", "Sequences that wait for a slot.", engine.num_waiting),
             ("kv_cache_usage_perc", "Share of the pages of the KV cache in use; 1 is all.", used),
-        ):
+        ]
+        if prefix == "jaxinfer:":
+            text = "Pages that no sequence holds, kept for requests that begin alike."
+            gauges.append(("prefix_cache_pages", text, engine.num_pages_cached))
+        for name, text, value in gauges:
             family = GaugeMetricFamily(prefix + name, text, labels=list(self._labels))
             family.add_metric(list(self._labels.values()), value)
             yield family
 
     def _counters(self, prefix: str) -> Iterator[Metric]:
         engine = self.engine
+        looked_up = engine.prompt_tokens if self._prefix_caching else 0
         counters = [
             ("prompt_tokens", "Prompt tokens of admitted requests.", engine.prompt_tokens),
             ("generation_tokens", "Tokens generated.", engine.generation_tokens),
             ("num_preemptions", "Sequences that lost their pages and were computed again.", engine.num_preemptions),
+            ("prefix_cache_queries", "Prompt tokens that were looked up in the prefix cache.", looked_up),
+            ("prefix_cache_hits", "Prompt tokens that were found in it.", engine.cached_prompt_tokens),
         ]
         if prefix == "jaxinfer:":
             counters += [
                 ("steps", "Steps of the engine.", engine.num_steps),
+                ("prefix_cache_evictions", "Pages of the prefix cache that were given up.", engine.num_evictions),
                 (
                     "xla_compilations_after_ready",
                     "Compilations since the server was ready; more than 0 is a fault.",

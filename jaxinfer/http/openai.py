@@ -62,6 +62,7 @@ class _Generation(_Body, kw_only=True, frozen=True):
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    cache_salt: str | None = None
     user: str | None = None  # names the end user to the provider; it changes nothing in a reply
 
     @property
@@ -109,6 +110,7 @@ class _Generation(_Body, kw_only=True, frozen=True):
             logprobs=logprobs,
             include_stop_str_in_output=bool(self.include_stop_str_in_output),
             skip_special_tokens=_or(self.skip_special_tokens, True),
+            cache_salt=self.cache_salt,
         )
 
 

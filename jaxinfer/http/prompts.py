@@ -70,7 +70,9 @@ class PromptMaker:
         return Generation(
             head=ReplyHead(reply_id, int(time.time()), model, chat),
             choices=choices,
+            n=sampling.n,
             prompt_tokens=prompt_tokens,
+            shows_cached=self._info.prefix_caching,
             logprobs=sampling.logprobs is not None,
             stream=bool(request.stream),
             include_usage=request.include_usage,

@@ -35,12 +35,14 @@ class ReplyHead:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
 
-def usage_body(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
-    return {
+def usage_body(prompt_tokens: int, completion_tokens: int, cached_tokens: int | None) -> dict[str, Any]:
+    """What a reply took. cached_tokens: of the prompt; None: the engine has no cache of prompts."""
+    usage = {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
     }
+    return usage if cached_tokens is None else usage | {"prompt_tokens_details": {"cached_tokens": cached_tokens}}
 
 
 def error_event(body: bytes) -> bytes:
@@ -67,7 +69,7 @@ class ChunkEncoder:
         """A delta of nothing but text: nearly every event of a stream."""
         return self._before + _encode(text) + self._after
 
-    def full(self, text: str, delta: OutputDelta, usage: dict[str, int] | None = None) -> bytes:
+    def full(self, text: str, delta: OutputDelta, usage: dict[str, Any] | None = None) -> bytes:
         """Any delta. `text` is its text, after an echoed prompt; `usage`, if given, is the running count."""
         last_without_text = self._chat and delta.finish_reason is not None and not text
         parts = [
@@ -84,7 +86,7 @@ class ChunkEncoder:
         return b"".join(parts)
 
 
-def usage_event(head: ReplyHead, usage: dict[str, int]) -> bytes:
+def usage_event(head: ReplyHead, usage: dict[str, Any]) -> bytes:
     """The event after all finishes, with no choices."""
     return b"data: " + _encode(head.fields(stream=True) | {"choices": [], "usage": usage}) + b"\n\n"
 
@@ -115,7 +117,7 @@ class WholeChoice:
         }
 
 
-def whole_body(head: ReplyHead, choices: Sequence[dict[str, Any]], usage: dict[str, int]) -> bytes:
+def whole_body(head: ReplyHead, choices: Sequence[dict[str, Any]], usage: dict[str, Any]) -> bytes:
     return _encode(head.fields(stream=False) | {"choices": choices, "usage": usage})
 
 

@@ -71,7 +71,8 @@ def create_app(
     reports, in seconds since the epoch. None: it is the only one.
     """
     prompts = PromptMaker(engine, tokenizer, chat_template, config)
-    metrics = ServerMetrics(prompts.model_names[0], counters or Counters())
+    caches = engine.info.prefix_caching
+    metrics = ServerMetrics(prompts.model_names[0], counters or Counters(), prefix_caching=caches)
     frontend = Frontend(engine, prompts, metrics, int(time.time()) if created_s is None else created_s)
     return App(
         frontend,

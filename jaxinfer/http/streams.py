@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from jaxinfer.http.errors import Problem, RequestFailed
 from jaxinfer.http.guard import Send
@@ -48,14 +48,19 @@ class Generation:
 
     head: ReplyHead
     choices: Sequence[Choice]  # by index
+    n: int  # choices of each prompt
     prompt_tokens: int  # each prompt once
+    shows_cached: bool  # whether usage says how many of these were in the cache
     logprobs: bool
     stream: bool
     include_usage: bool
     continuous_usage: bool
 
-    def usage(self) -> dict[str, int]:
-        return usage_body(self.prompt_tokens, sum(choice.output.num_tokens for choice in self.choices))
+    def usage(self) -> dict[str, Any]:
+        """So far. Of a prompt's choices the first says what was cached, so that a prompt counts once here too."""
+        cached = sum(choice.output.num_cached_tokens for choice in self.choices[:: self.n])
+        completed = sum(choice.output.num_tokens for choice in self.choices)
+        return usage_body(self.prompt_tokens, completed, cached if self.shows_cached else None)
 
 
 class Sink(Protocol):

@@ -53,6 +53,7 @@ class Programs(NamedTuple):
     read_tokens: Any  # DeviceState.last_token -> a copy for the host
     read_logprobs: Any  # DeviceState.logprobs -> a copy for the host
     set_up_slot: Any  # (state, packed history) -> state
+    set_up_prefix: Any  # (state, packed prefix) -> state
 
 
 def compile_programs(
@@ -171,6 +172,7 @@ def small_programs(builder: StepBuilder) -> dict[str, Program]:
     """The programs around the steps, by their names in Programs."""
     state, staged = builder.abstract_state, builder.abstract_inputs
     history = builder.replicated((inputs.history_size(builder.shape.max_model_len),), jnp.int32)
+    prefix = builder.replicated((inputs.prefix_size(builder.shape.table_width),), jnp.int32)
     options = _options(builder, captured=False)
 
     def stage(staged: jax.Array, new: jax.Array) -> jax.Array:
@@ -184,6 +186,7 @@ def small_programs(builder: StepBuilder) -> dict[str, Program]:
         Program("read_tokens", read, (state.last_token,), state.last_token, options=options),
         Program("read_logprobs", read, (state.logprobs,), state.logprobs, options=options),
         Program("set_up_slot", builder.set_up_slot, (state, history), state, donated=(0,), options=options),
+        Program("set_up_prefix", builder.set_up_prefix, (state, prefix), state, donated=(0,), options=options),
     )
     return {program.name: program for program in found}
 

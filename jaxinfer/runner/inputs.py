@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.runner.buckets import Bucket
-from jaxinfer.scheduler.plan import PrefillChunk, StepPlan
+from jaxinfer.scheduler.plan import CachedPrefix, PrefillChunk, StepPlan
 from jaxinfer.types import MAX_LOGIT_BIAS, MAX_STOP_IDS, Request
 
 FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
@@ -147,3 +147,32 @@ def unpack_history(packed: jax.Array, max_model_len: int) -> SlotHistory:
     index = jnp.arange(max_model_len)
     bias = jax.lax.bitcast_convert_type(bits, jnp.float32)
     return SlotHistory(slot, tokens, index < prompt_len, (index >= prompt_len) & (index < known), ids, bias)
+
+
+class SlotPrefix(NamedTuple):
+    """What a slot needs whose sequence begins with pages that are in the cache already."""
+
+    slot: jax.Array  # scalar
+    source: jax.Array  # scalar: page that is copied; 0: none, and page 0 is copied to itself
+    target: jax.Array  # scalar: page that it is copied to
+    pages: jax.Array  # [W] the slot's page table; 0 where its pages are not known yet
+
+
+def prefix_size(table_width: int) -> int:
+    """Length of the vector for a slot's prefix: slot, source, target, pages."""
+    return 3 + table_width
+
+
+def pack_prefix(prefix: CachedPrefix, *, table_width: int) -> np.ndarray:
+    """The vector of a prefix."""
+    packed = np.zeros(prefix_size(table_width), np.int32)
+    packed[0] = prefix.slot
+    if prefix.copied_from is not None:
+        packed[1:3] = prefix.copied_from, prefix.pages[-1]
+    packed[3 : 3 + len(prefix.pages)] = prefix.pages
+    return packed
+
+
+def unpack_prefix(packed: jax.Array) -> SlotPrefix:
+    """Takes the vector apart, on the device."""
+    return SlotPrefix(*packed[:3], packed[3:])

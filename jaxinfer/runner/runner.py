@@ -16,7 +16,7 @@ from jaxinfer.runner import cache, inputs, sampling
 from jaxinfer.runner.buckets import Bucket, choose
 from jaxinfer.runner.compiled import Programs, Progress
 from jaxinfer.runner.step import StepBuilder
-from jaxinfer.scheduler.plan import PrefillChunk, StepPlan, StepResult
+from jaxinfer.scheduler.plan import CachedPrefix, PrefillChunk, StepPlan, StepResult
 from jaxinfer.types import TokenLogprobs
 
 WARM_UP_RUNS = {"cpu": 1, "gpu": 3}
@@ -61,6 +61,8 @@ class ModelRunner:
         """Starts a step and returns without waiting for it. Steps run in the order of their launches."""
         bucket = choose(self._builder.buckets, decode=not plan.prefills, tokens=plan.num_tokens, rows=plan.num_rows)
         with self._counter:
+            for prefix in plan.prefixes:
+                self._set_up_prefix(prefix)
             for chunk in plan.prefills:
                 if chunk.history is not None and (chunk.request.has_penalties or chunk.request.logit_bias):
                     self._set_up_slot(chunk)
@@ -109,6 +111,10 @@ class ModelRunner:
         packed = inputs.pack_history(chunk, max_model_len=shape.max_model_len, vocab_rows=shape.vocab_rows)
         self._state = self._programs.set_up_slot(self._state, packed)
 
+    def _set_up_prefix(self, prefix: CachedPrefix) -> None:
+        packed = inputs.pack_prefix(prefix, table_width=self._builder.shape.table_width)
+        self._state = self._programs.set_up_prefix(self._state, packed)
+
     def _warm_up(self, progress: Progress) -> dict[Bucket, float]:
         """Runs everything on padding, as often as it takes until graphs are replayed.
 
@@ -119,6 +125,8 @@ class ModelRunner:
         history = np.zeros(inputs.history_size(self._builder.shape.max_model_len), np.int32)
         history[0] = self._builder.shape.num_slots
         self._state = jax.block_until_ready(self._programs.set_up_slot(self._state, history))
+        self._set_up_prefix(CachedPrefix(self._builder.shape.num_slots, (), None))
+        jax.block_until_ready(self._state)
         total = len(self._programs.samplers) + len(buckets)
         for done, (rows, sampler) in enumerate(self._programs.samplers.items()):
             progress(f"warming up sampler, {rows} rows", done, total)

@@ -1,4 +1,4 @@
-"""What is compiled: one step of the model for a bucket, and the setting up of a slot."""
+"""What is compiled: one step of the model for a bucket, and what sets up a slot."""
 
 from __future__ import annotations
 
@@ -137,6 +137,24 @@ class StepBuilder:
             output_counts=state.output_counts.at[h.slot].set(counts),
             in_prompt=state.in_prompt.at[h.slot].set(seen),
             logit_bias=state.logit_bias.at[h.slot].set(bias),
+        )
+
+    def set_up_prefix(self, state: DeviceState, packed: jax.Array) -> DeviceState:
+        """Writes the page table of a sequence that begins in the cache, and copies the page that it does not share.
+
+        The state is donated, and the copy reads and writes one page of every layer.
+        """
+        prefix = inputs.unpack_prefix(packed)
+
+        put = jax.lax.dynamic_update_slice_in_dim
+
+        def copy(pool: jax.Array) -> jax.Array:
+            return put(pool, jax.lax.dynamic_slice_in_dim(pool, prefix.source, 1, axis=1), prefix.target, axis=1)
+
+        return state.replace(
+            page_table=put(state.page_table, prefix.pages[None], prefix.slot, axis=0),
+            k_pages=copy(state.k_pages),
+            v_pages=copy(state.v_pages),
         )
 
     def _run(self, params: Params, state: DeviceState, step: inputs.StepInputs, tensor_axis: str | None) -> DeviceState:

@@ -1,7 +1,8 @@
-"""PagePool: which pages of the KV cache are free. Host integers only; what is in a page is the device's business."""
+"""PagePool: who holds which page of the KV cache. Host integers only; what is in a page is the device's business."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 
@@ -10,57 +11,113 @@ class PageError(RuntimeError):
 
 
 class PagePool:
-    """Pages 1..num_pages, each free or owned by one sequence. Page 0 takes the writes of padding: never given out.
+    """Pages 1..num_pages. Page 0 takes the writes of padding: never given out.
 
-    The page freed last is given out first: a small load then touches a small part of the cache.
+    A page is held by one or more sequences, or empty, or neither: then the prefix cache keeps it, and may give it up at
+    any time. The page emptied last is given out first: a small load then touches a small part of the memory.
     """
 
     def __init__(self, num_pages: int):
         if num_pages < 1:
             raise PageError(f"num_pages is {num_pages}; a pool has at least 1 page")
         self.num_pages = num_pages
-        self._free = list(range(num_pages, 0, -1))  # a stack: page 1 is given out first
-        self._is_free = bytearray([0]) + bytearray([1]) * num_pages  # by page; finds a double free in O(1)
-
-    @property
-    def num_free(self) -> int:
-        return len(self._free)
+        self._empty = list(range(num_pages, 0, -1))  # a stack: page 1 is given out first
+        self._is_empty = bytearray([0]) + bytearray([1]) * num_pages  # by page; finds a double free in O(1)
+        self._num_holders = [0] * (num_pages + 1)  # sequences, by page
+        self._num_used = 0
 
     @property
     def num_used(self) -> int:
-        return self.num_pages - len(self._free)
+        """Pages that sequences hold, each counted once."""
+        return self._num_used
+
+    @property
+    def num_free(self) -> int:
+        """Pages that no sequence holds: empty, or cached and given up when they are needed."""
+        return self.num_pages - self._num_used
+
+    @property
+    def num_empty(self) -> int:
+        return len(self._empty)
+
+    @property
+    def num_cached(self) -> int:
+        """Pages that no sequence holds and the prefix cache keeps."""
+        return self.num_free - len(self._empty)
+
+    def is_held(self, page: int) -> bool:
+        """Whether a sequence holds the page."""
+        return self._num_holders[page] > 0
 
     def alloc(self, num: int) -> list[int]:
-        """Takes `num` pages. Raises PageError when fewer are free: callers look at `num_free` first."""
-        if num > len(self._free):
-            raise PageError(f"{num} pages asked for, but {len(self._free)} of {self.num_pages} are free")
-        pages = [self._free.pop() for _ in range(num)]
+        """Takes `num` empty pages for one sequence. Raises PageError when fewer are empty: callers see to that."""
+        if num > len(self._empty):
+            raise PageError(f"{num} pages asked for, but {len(self._empty)} of {self.num_pages} are empty")
+        pages = [self._empty.pop() for _ in range(num)]
         for page in pages:
-            self._is_free[page] = 0
+            self._is_empty[page] = 0
+            self._num_holders[page] = 1
+        self._num_used += num
         return pages
 
-    def free(self, pages: Iterable[int]) -> None:
-        """Gives pages back. Raises PageError with the number of a page that is free already or not of this pool."""
+    def share(self, pages: Iterable[int]) -> None:
+        """Counts one more sequence that holds each of these pages. Raises PageError for an empty one."""
         for page in pages:
-            if not 1 <= page <= self.num_pages:
-                raise PageError(f"page {page} was freed, but the pool has pages 1..{self.num_pages}")
-            if self._is_free[page]:
-                raise PageError(f"page {page} was freed twice")
-            self._is_free[page] = 1
-            self._free.append(page)
+            if self._is_empty[page]:
+                raise PageError(f"page {page} was shared, but it is empty")
+            self._num_used += not self._num_holders[page]
+            self._num_holders[page] += 1
 
-    def check_integrity(self, owned: Iterable[int]) -> None:
-        """Raises PageError unless free and owned pages together are 1..num_pages, each once. O(num_pages)."""
-        holders = dict.fromkeys(range(1, self.num_pages + 1), "")
-        for kind, pages in (("free", self._free), ("owned", owned)):
+    def release(self, pages: Iterable[int]) -> list[int]:
+        """Counts one sequence less; returns the pages that none holds any more: the caller's, to cache or to empty.
+
+        Raises PageError with the number of a page that nobody holds or that is not of this pool.
+        """
+        unheld: list[int] = []
+        for page in pages:
+            self._check_number(page, "released")
+            if not self._num_holders[page]:
+                raise PageError(f"page {page} was released, but no sequence holds it")
+            self._num_holders[page] -= 1
+            if not self._num_holders[page]:
+                unheld.append(page)
+        self._num_used -= len(unheld)
+        return unheld
+
+    def empty(self, pages: Iterable[int]) -> None:
+        """Takes back pages that nobody holds and nobody wants. PageError names one that is held or empty already."""
+        for page in pages:
+            self._check_number(page, "emptied")
+            if self._num_holders[page] or self._is_empty[page]:
+                raise PageError(f"page {page} was emptied, but it is {'empty' if self._is_empty[page] else 'held'}")
+            self._is_empty[page] = 1
+            self._empty.append(page)
+
+    def check_integrity(self, held: Iterable[int], cached: Iterable[int]) -> None:
+        """Raises PageError unless each of 1..num_pages is empty, held or cached, and one of these only. O(num_pages).
+
+        held: the pages of all sequences, a page as often as sequences hold it; cached: those kept for no sequence.
+        """
+        num_holders = Counter(held)
+        kinds = dict.fromkeys(range(1, self.num_pages + 1), "")
+        for kind, pages in (("empty", self._empty), ("held", num_holders), ("cached", cached)):
             for page in pages:
-                if page not in holders:
-                    raise PageError(f"page {page} is {kind}, but the pool has pages 1..{self.num_pages}")
-                if holders[page]:
-                    raise PageError(f"page {page} is {kind}, and {holders[page]} as well")
-                holders[page] = kind
-                if self._is_free[page] != (kind == "free"):
+                self._check_number(page, kind)
+                if kinds[page]:
+                    raise PageError(f"page {page} is {kind}, and {kinds[page]} as well")
+                kinds[page] = kind
+                if self._is_empty[page] != (kind == "empty"):
                     raise PageError(f"page {page} is {kind}, but its flag says otherwise")
-        lost = [page for page, holder in holders.items() if not holder]
+                if self._num_holders[page] != num_holders[page]:
+                    raise PageError(
+                        f"page {page} has {num_holders[page]} holders, but {self._num_holders[page]} are counted"
+                    )
+        lost = [page for page, kind in kinds.items() if not kind]
         if lost:
-            raise PageError(f"{len(lost)} pages are neither free nor owned, the first is page {lost[0]}")
+            raise PageError(f"{len(lost)} pages are neither empty, held nor cached, the first is page {lost[0]}")
+        if self._num_used != len(num_holders):
+            raise PageError(f"{len(num_holders)} pages are held, but {self._num_used} are counted")
+
+    def _check_number(self, page: int, what: str) -> None:
+        if not 1 <= page <= self.num_pages:
+            raise PageError(f"page {page} is {what}, but the pool has pages 1..{self.num_pages}")

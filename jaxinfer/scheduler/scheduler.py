@@ -1,6 +1,6 @@
 """Scheduler: decides what each step computes. Host integers only; it never pads and never waits.
 
-The engine makes plan n+1 before it reads the result of step n. Three things follow, and all of this file keeps to them.
+The engine makes plan n+1 before it reads the result of step n. Six things follow, and all of this file keeps to them.
 
 1. A decode row is planned for a token that is still on the device. Length limits are known ahead and never planned
    past; a stop id is seen only in `apply`, when one more row of that sequence may be in flight. That row is wasted: its
@@ -10,6 +10,14 @@ The engine makes plan n+1 before it reads the result of step n. Three things fol
    knew its former owner has run, and plan k holds no row of that owner.
 3. A preempted sequence may have a token in flight. It takes the token while it waits, and is admitted only after that.
    (With MAX_IN_FLIGHT plans the token has always come before the next plan is made; `_admit` looks all the same.)
+4. A page that a chunk fills is in the prefix cache from its plan on, and may be shared in that same plan: in every
+   layer a step with chunks writes the keys and values of all its tokens before any row reads them. Nobody writes to a
+   shared page, since it is full, and a sequence computes only positions behind its hit.
+5. The copies of a plan are made in order, before its step. So a page is copied only if an earlier plan filled it. It
+   needs no lock: whoever gets it in the same plan writes to it after the copy, in the step or as the target of a later
+   copy. No source is the target of an earlier copy, since targets are filled by this plan at the soonest.
+6. A sequence that ends or is preempted leaves the cache those positions whose tokens are known. A row in flight may
+   compute one more: behind the filled part of its last page, which others only copy, or on a page that is not kept.
 """
 
 from __future__ import annotations
@@ -19,7 +27,8 @@ from typing import NamedTuple
 
 from jaxinfer.config import ConfigError, SchedulerLimits
 from jaxinfer.scheduler.pages import PagePool
-from jaxinfer.scheduler.plan import DecodeRow, PrefillChunk, StepPlan, StepResult
+from jaxinfer.scheduler.plan import CachedPrefix, DecodeRow, PrefillChunk, StepPlan, StepResult
+from jaxinfer.scheduler.prefix import MISS, Hit, PrefixCache
 from jaxinfer.scheduler.sequence import Sequence
 from jaxinfer.types import InvalidRequest, QueueFull, Request, TokenEvent
 
@@ -51,9 +60,11 @@ class Scheduler:
         self.limits = limits
         self.pool = PagePool(limits.num_pages)
         self.prompt_tokens = 0  # of admitted requests, each counted once
+        self.cached_prompt_tokens = 0  # of these, in the cache already
         self.generation_tokens = 0  # read from the device and told to clients
         self.num_preemptions = 0
         self.num_steps = 0  # planned so far; the next plan's number
+        self._cache = PrefixCache(self.pool, limits.page_size)  # stays empty without limits.prefix_caching
         self._sequences: dict[str, Sequence] = {}  # by request id; running and waiting
         self._running: list[Sequence] = []  # in the order of admission; only the last may be in prefill
         self._waiting: deque[Sequence] = deque()  # preempted ones in front, in the order of their admission
@@ -72,6 +83,11 @@ class Scheduler:
     def num_in_flight(self) -> int:
         """Plans made and not applied; the engine applies them all, even when no sequence is left."""
         return len(self._in_flight)
+
+    @property
+    def num_evictions(self) -> int:
+        """Cached pages that were given to others."""
+        return self._cache.num_evictions
 
     @property
     def has_work(self) -> bool:
@@ -120,6 +136,12 @@ class Scheduler:
         self._remove(seq)
         return event
 
+    def clear_prefix_cache(self) -> None:
+        """Forgets every cached page. Sequences that run go on, and leave nothing of what they have computed so far."""
+        self._cache.clear()
+        for seq in self._running:
+            seq.is_cacheable = False
+
     def next_plan(self) -> StepPlan | None:
         """Plans one step, or returns None when there is nothing that can be planned before another `apply`.
 
@@ -131,10 +153,11 @@ class Scheduler:
             raise RuntimeError(f"{len(self._in_flight)} plans are in flight; apply one first")
         samplers: dict[int, Sequence] = {}
         decodes = self._plan_decodes(samplers)
-        prefills = self._plan_prefills(len(decodes), samplers)
+        prefixes: list[CachedPrefix] = []
+        prefills = self._plan_prefills(len(decodes), samplers, prefixes)
         if not decodes and not prefills:
             return None
-        plan = StepPlan(self.num_steps, decodes, prefills)
+        plan = StepPlan(self.num_steps, decodes, prefills, prefixes)
         self._in_flight.append(_Flight(self.num_steps, samplers))
         self.num_steps += 1
         return plan
@@ -164,7 +187,7 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Raises PageError or RuntimeError unless pages, slots, queues and planned counts agree. O(pages + tokens)."""
-        self.pool.check_integrity(page for seq in self._running for page in seq.pages)
+        self._cache.check_integrity((seq.request.cache_salt, seq.known_in_cache(), seq.pages) for seq in self._running)
         held = [seq.slot for seq in self._running]
         if sorted([*self._free_slots, *(-1 if slot is None else slot for slot in held)]) != list(
             range(self.limits.max_num_seqs)
@@ -230,7 +253,7 @@ class Scheduler:
             self._preempt(youngest)
             if youngest is seq:
                 return None
-        return self.pool.alloc(1)[0]
+        return self._cache.alloc(1)[0]
 
     def _preempt(self, seq: Sequence) -> None:
         """Sends the youngest running sequence back to the front of the queue; its cache will be computed again."""
@@ -238,7 +261,9 @@ class Scheduler:
         self._waiting.appendleft(seq)
         self.num_preemptions += 1
 
-    def _plan_prefills(self, num_decodes: int, samplers: dict[int, Sequence]) -> list[PrefillChunk]:
+    def _plan_prefills(
+        self, num_decodes: int, samplers: dict[int, Sequence], prefixes: list[CachedPrefix]
+    ) -> list[PrefillChunk]:
         """Chunks of known tokens: of the sequence in prefill, then of those newly admitted, while tokens are left."""
         limits = self.limits
         chunks: list[PrefillChunk] = []
@@ -248,15 +273,18 @@ class Scheduler:
         limit = self._mixed_limit(num_decodes, num_waiting) if num_decodes else limits.max_step_tokens
         num_left = limit - num_decodes
         if not in_prefill:
-            seq = self._admit()
+            seq = self._admit(prefixes)
         # There is a token left for it: it has no decode row, so there are fewer of these than max_mixed_tokens.
         while seq is not None:
             chunk = seq.take_chunk(num_left, self.limits.page_size)
             chunks.append(chunk)
             if chunk.samples:
                 samplers[chunk.slot] = seq
+            if limits.prefix_caching and seq.is_cacheable:
+                filled = range(chunk.start // limits.page_size, seq.num_computed // limits.page_size)
+                self._cache.insert(seq.request.cache_salt, seq.tokens, seq.pages, filled, self.num_steps)
             num_left -= len(chunk.token_ids)
-            seq = self._admit() if num_left else None
+            seq = self._admit(prefixes) if num_left else None
         return chunks
 
     def _mixed_limit(self, num_decodes: int, num_waiting: int) -> int:
@@ -271,28 +299,41 @@ class Scheduler:
             return limits.max_mixed_tokens
         return min(max(limits.calm_mixed_tokens, 2 * num_decodes), limits.max_mixed_tokens)
 
-    def _admit(self) -> Sequence | None:
+    def _admit(self, prefixes: list[CachedPrefix]) -> Sequence | None:
         """Gives the head of the queue a slot and the pages of its known tokens; None if it, and so all, have to wait.
 
-        If nothing runs, every page is free and nothing is kept for others, so the head is admitted.
+        Adds to `prefixes` what of it is in the cache. If nothing runs, every page is free and nothing is kept for
+        others, so the head is admitted.
         """
         if not self._waiting or not self._free_slots:
             return None
         seq = self._waiting[0]
-        known = len(seq.tokens)
+        if seq.num_in_flight:
+            return None
+        known, hit = len(seq.tokens), self._match(seq)
         with_first_decode = self._num_pages(min(known + 1, seq.max_computed))
-        num_spare = self.pool.num_free - with_first_decode
-        if seq.num_in_flight or num_spare < 0 or num_spare < self._num_pages_until_decode(known):
+        num_spare = self.pool.num_free - hit.num_unheld - (with_first_decode - len(hit.pages))
+        if num_spare < 0 or num_spare < self._num_pages_until_decode(known - hit.num_tokens):
             return None
         self._waiting.popleft()
         if not seq.was_admitted:
             self.prompt_tokens += seq.prompt_len
-        seq.admit(self._free_slots.pop(), self.pool.alloc(self._num_pages(known)))
+            self.cached_prompt_tokens += hit.num_tokens
+        slot, pages = self._free_slots.pop(), self._cache.take(hit, self._num_pages(known) - len(hit.pages))
+        seq.admit(slot, pages, hit.num_tokens)
         self._running.append(seq)
+        if hit.num_tokens:
+            prefixes.append(CachedPrefix(slot, pages[: self._num_pages(hit.num_tokens)], hit.source))
         return seq
 
-    def _num_pages_until_decode(self, known: int) -> int:
-        """Most pages that the running sequences take before a newcomer of `known` tokens has its first decode row.
+    def _match(self, seq: Sequence) -> Hit:
+        """What the cache has of its known tokens but the last: that one is computed, as a token is sampled from it."""
+        if not self.limits.prefix_caching:
+            return MISS
+        return self._cache.match(seq.request.cache_salt, seq.tokens[:-1], self.num_steps)
+
+    def _num_pages_until_decode(self, num_tokens: int) -> int:
+        """Most pages that the running sequences take before a newcomer has computed its `num_tokens` and decodes.
 
         With these kept free, no admission is undone before it gave a token and had a decode row. Keeping fewer would
         compute prompts for nothing; keeping a page for each running sequence would leave memory idle, since only one in
@@ -301,7 +342,7 @@ class Scheduler:
         """
         num_running = len(self._running)
         per_step = min(self.limits.max_step_tokens, self._mixed_limit(num_running, 0) - num_running)
-        num_steps = -(-(known - 1) // per_step) + 1
+        num_steps = -(-(num_tokens - 1) // per_step) + 1
         page_size, total = self.limits.page_size, 0
         for seq in self._running:
             end = min(seq.num_computed + num_steps, seq.max_computed)
@@ -313,7 +354,9 @@ class Scheduler:
         assert seq.slot is not None
         self._running.remove(seq)
         self._free_slots.append(seq.slot)
-        self.pool.free(seq.release())
+        is_kept = self.limits.prefix_caching and seq.is_cacheable
+        tokens = seq.known_in_cache() if is_kept else ()
+        self._cache.release(seq.request.cache_salt, tokens, seq.release(), self.num_steps - 1)
 
     def _remove(self, seq: Sequence) -> None:
         """Forgets a sequence that has ended, be it running or waiting."""

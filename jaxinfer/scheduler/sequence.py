@@ -21,15 +21,18 @@ class Sequence:
 
     __slots__ = (
         "finished",
+        "is_cacheable",
         "is_plain",
         "max_computed",
         "max_output",
         "min_len",
+        "num_cached",
         "num_computed",
         "num_in_flight",
         "num_logprobs",
         "pages",
         "prefill_end",
+        "prefix_len",
         "prompt_len",
         "request",
         "request_id",
@@ -57,14 +60,24 @@ class Sequence:
         self.num_computed = 0
         self.prefill_end = 0  # tokens known at admission: positions below come from chunks, the others from decode rows
         self.num_in_flight = 0
+        self.prefix_len = 0  # tokens that were in the cache at this admission: chunks begin behind them
+        self.num_cached = 0  # tokens of the prompt that were in the cache when it was admitted first
+        self.is_cacheable = True  # whether what its pages hold may be used by others
         self.was_admitted = False
         self.finished = False
 
-    def admit(self, slot: int, pages: list[int]) -> None:
-        """Gives it a slot and the pages of all its known tokens. Nothing may be in flight: every token is known."""
+    def admit(self, slot: int, pages: list[int], prefix_len: int) -> None:
+        """Gives it a slot and the pages of all its known tokens, of which the first `prefix_len` are in the cache.
+
+        Nothing may be in flight: every token is known.
+        """
         self.slot = slot
         self.pages = pages
         self.prefill_end = len(self.tokens)
+        self.prefix_len = self.num_computed = prefix_len
+        self.is_cacheable = True
+        if not self.was_admitted:
+            self.num_cached = prefix_len
         self.was_admitted = True
 
     def release(self) -> list[int]:
@@ -74,6 +87,13 @@ class Sequence:
         self.num_computed = 0
         self.prefill_end = 0
         return pages
+
+    def known_in_cache(self) -> list[int]:
+        """The known tokens whose keys and values are in the cache once every planned step has run.
+
+        Behind them may lie those of a token that is in flight: planned, but not known to the host.
+        """
+        return self.tokens[: self.num_computed]
 
     def take_decode(self, new_page: int | None) -> DecodeRow:
         """Plans one token more; `new_page` holds its position if no page of the sequence does."""
@@ -103,7 +123,7 @@ class Sequence:
             samples=samples,
             request=self.request,
             prompt_len=self.prompt_len,
-            history=tuple(self.tokens) if start == 0 else None,
+            history=tuple(self.tokens) if start == self.prefix_len else None,
         )
 
     def receive(self, token: int, logprobs: TokenLogprobs | None) -> TokenEvent:
@@ -118,15 +138,23 @@ class Sequence:
         tokens.append(token)
         self.num_in_flight -= 1
         tops = None if self.num_logprobs is None else self._cut(logprobs)
+        cached = self.num_cached if len(tokens) == self.prompt_len + 1 else 0
         if token in self.stop_ids and len(tokens) > self.min_len:
             reason, stop_id = FinishReason.STOP, token
         elif len(tokens) > self.max_computed:
             reason, stop_id = FinishReason.LENGTH, None
+        elif cached:
+            reason, stop_id = None, None
         else:  # nearly always, so it names no field that keeps its default
             return TokenEvent(request_id=self.request_id, token_ids=(token,), logprobs=tops)
-        self.finished = True
+        self.finished = reason is not None
         return TokenEvent(
-            request_id=self.request_id, token_ids=(token,), logprobs=tops, finish_reason=reason, stop_id=stop_id
+            request_id=self.request_id,
+            token_ids=(token,),
+            logprobs=tops,
+            finish_reason=reason,
+            stop_id=stop_id,
+            cached_tokens=cached,
         )
 
     def _cut(self, logprobs: TokenLogprobs | None) -> tuple[TokenLogprobs]:

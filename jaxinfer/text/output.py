@@ -79,12 +79,18 @@ class OutputStream:
         self._waiting: list[_Token] = []  # taken while a stop string that was complete could still lose to another
         self._num_tokens = 0
         self._num_chars = 0
+        self._num_cached_tokens = 0
         self._finished = False
 
     @property
     def num_tokens(self) -> int:
         """Completion tokens so far: up to the one that completed the stop string, EOS and stop ids included."""
         return self._num_tokens
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens of the prompt that were in the cache already; 0 until the first token."""
+        return self._num_cached_tokens
 
     @property
     def finished(self) -> bool:
@@ -95,6 +101,8 @@ class OutputStream:
         """What the event adds for the client; None if nothing does."""
         if self._finished:
             return None
+        if event.cached_tokens:
+            self._num_cached_tokens = event.cached_tokens
         if self._is_plain and event.finish_reason is None:
             return self._pass(event.token_ids)
         text: list[str] = []

@@ -64,6 +64,7 @@ def lower(
         logit_bias=dict(sampling.logit_bias),
         stop_ids=stop_ids,
         logprobs=sampling.logprobs,
+        cache_salt=sampling.cache_salt or "",
     )
     return [
         dataclasses.replace(first, request_id=f"{request_id}-{j}", seed=sample_seed(seed, j)) for j in range(sampling.n)

@@ -75,7 +75,7 @@ def sized(config: EngineConfig):
     mesh = build.rules.make_mesh(1)
     shape = build._state_shape(config, model, mesh)
     builder = build.StepBuilder(model=model, shape=shape, vocab_size=model.vocab_rows, mesh=mesh, buckets=())
-    return build._size_pool(config, builder, lambda: 0)
+    return build.size_pool(config, builder, lambda: 0)
 
 
 def checkpoint_with(**parts) -> Checkpoint:

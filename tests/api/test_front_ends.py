@@ -117,6 +117,22 @@ def test_connections_are_shared_out_evenly_and_again_after_some_have_closed(serv
         wait_for(is_even_again, limit_s=20)
 
 
+def test_what_one_front_end_sent_is_cached_for_the_others(serve):
+    server = serve()
+    bodies = []
+    for salt in ("a", "a", "a", "b"):  # a connection each, so each on the next front end
+        reply = httpx.post(server.url + "/v1/completions", json=SHORT | {"cache_salt": salt}, timeout=30)
+        bodies.append(reply.json())
+        assert bodies[-1]["choices"] == bodies[0]["choices"]
+    num_prompt = bodies[0]["usage"]["prompt_tokens"]
+    cached = [body["usage"]["prompt_tokens_details"]["cached_tokens"] for body in bodies]
+    assert cached == [0, num_prompt - 1, num_prompt - 1, 0]
+    for _ in range(NUM_FRONT_ENDS):
+        assert metric(server, "prefix_cache_queries_total") == 4 * num_prompt
+        assert metric(server, "prefix_cache_hits_total") == sum(cached)
+        assert metric(server, "prefix_cache_pages") > 0
+
+
 def test_metrics_are_those_of_the_whole_server_whichever_front_end_is_asked(serve):
     server = serve()
     names = (

@@ -169,12 +169,13 @@ def test_chat_is_a_completion_of_what_the_models_own_template_writes(server):
 
 
 def test_chat_stream_joined_is_the_whole_answer_with_the_same_usage(server):
-    whole = server.chat(max_tokens=40)
+    whole, again = (server.chat(max_tokens=40) for _ in range(2))  # what the first finds in the cache is left to chance
     chunks = list(server.chat(max_tokens=40, stream=True, stream_options={"include_usage": True}))
     assert joined(chunks) == (whole.choices[0].message.content, whole.choices[0].finish_reason)
     assert whole.choices[0].finish_reason == "stop"
     assert whole.usage.completion_tokens == len(CHAT["tokens"])
-    assert chunks[-1].usage == whole.usage and not chunks[-1].choices
+    assert again.usage.prompt_tokens_details.cached_tokens == len(CHAT["prompt_ids"]) - 1
+    assert chunks[-1].usage == again.usage and not chunks[-1].choices
     assert all(chunk.usage is None for chunk in chunks[:-1])
 
 

@@ -26,7 +26,7 @@ from jax.experimental import topologies
 from jaxinfer.models import registry
 from jaxinfer.runner.buckets import Bucket
 from jaxinfer.runner.cache import StateShape
-from jaxinfer.runner.compiled import compile_lowered, lower_sampler, lower_step
+from jaxinfer.runner.compiled import compile_lowered, lower_sampler, lower_small, lower_step
 from jaxinfer.runner.step import StepBuilder
 from jaxinfer.sharding import rules
 from pallas_kernels import triton_call
@@ -136,15 +136,14 @@ def recorded_kernels() -> Iterator[list[triton_call.Compiled]]:
         triton_call._compile = make
 
 
-def facts(builder: StepBuilder, lower: Callable[[], jax.stages.Lowered], dump: str) -> dict[str, object]:
+def facts(builder: StepBuilder, lower: Callable[[], jax.stages.Lowered], dump: str, *, captured: bool) -> dict:
     with recorded_kernels() as kernels:
         lowered = lower()
     for file in glob.glob(f"{dump}/*"):
         os.remove(file)
-    compiled = compile_lowered(builder, lowered)
-    listing, metadata = (
-        Path(*glob.glob(f"{dump}/*{name}*")).read_text() for name in ("thunk_sequence_after_thunk_passes", "metadata")
-    )
+    compiled = compile_lowered(builder, lowered, captured=captured)
+    sequence = "thunk_sequence_after_thunk_passes" if captured else "thunk_sequence"
+    listing, metadata = (Path(*glob.glob(f"{dump}/*{name}*")).read_text() for name in (sequence, "metadata"))
     thunks, hlo = read_thunks(listing), compiled.as_text()
     names = {kernel.name for kernel in kernels}
     return {
@@ -178,7 +177,8 @@ def main() -> None:
     with jax.set_mesh(builder.mesh):
         lower = {str(bucket): functools.partial(lower_step, builder, params, bucket) for bucket in BUCKETS}
         lower["sampler"] = functools.partial(lower_sampler, builder, 64)
-        found = {name: facts(builder, how, dump) for name, how in lower.items()}
+        found = {name: facts(builder, how, dump, captured=True) for name, how in lower.items()}
+        found["set_up_prefix"] = facts(builder, lambda: lower_small(builder)["set_up_prefix"], dump, captured=False)
     print(json.dumps({"state_leaves": len(jax.tree.leaves(builder.abstract_state)), "programs": found}))
 
 

@@ -33,6 +33,14 @@ def test_every_part_of_the_state_keeps_its_buffer(compiled, program):
     assert compiled["programs"][program]["aliases"] == compiled["state_leaves"]
 
 
+def test_a_prefix_is_put_in_place_by_a_few_kernels_with_room_for_a_page(compiled):
+    """A page of all layers is 2.4 MB, keys and values together."""
+    found = compiled["programs"]["set_up_prefix"]
+    assert found["aliases"] == compiled["state_leaves"]
+    assert found["temp_bytes"] < 2.5e6
+    assert set(found["kinds"]) == {"kCustomKernel"} and len(found["top_level"]) <= 4
+
+
 @of_every_step
 def test_no_step_needs_room_for_a_copy_of_weights_or_cache(compiled, step):
     assert compiled["programs"][step]["temp_bytes"] / 1e6 < MAX_TEMP_MB[step]

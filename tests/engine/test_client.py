@@ -68,6 +68,19 @@ def test_first_tokens_of_a_step_come_before_the_others(run):
     run(scenario)
 
 
+def test_first_tokens_that_tell_more_come_before_the_others_too(run):
+    async def scenario(_client, engine, seen):
+        engine.put(Step([0], [5], []))
+        await asyncio.sleep(0.01)
+        cached = TokenEvent("", (8,), cached_tokens=16)
+        last = TokenEvent("", (9,), None, FinishReason.LENGTH)
+        engine.put(Step([1], [7], [(0, last), (2, cached)]))
+        await asyncio.sleep(0.01)
+        assert seen == [(0, 5), (1, 7), (2, 8), (0, 9, "length")]
+
+    run(scenario)
+
+
 def test_steps_that_arrive_together_keep_the_order_of_every_stream(run):
     async def scenario(_client, engine, seen):
         for tokens in ([1], [2, 1], [3, 2, 1], [4, 3, 2]):

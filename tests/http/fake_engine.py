@@ -38,6 +38,9 @@ class FakeEngine:
     failure: str | None = None
     max_model_len: int = MAX_MODEL_LEN
     logprob: float = -0.5
+    prefix_caching: bool = False
+    cached_tokens: dict = field(default_factory=dict)
+    """By the end of a request's id: what its first token event says. Others say 0."""
     requests: list = field(default_factory=list)
     cancelled: list = field(default_factory=list)
     running: set = field(default_factory=set)
@@ -46,6 +49,7 @@ class FakeEngine:
     """Closed: nothing is generated yet."""
     num_prompt_tokens: int = 0
     num_tokens: int = 0
+    num_cached_tokens: int = 0
 
     def __post_init__(self):
         self.gate.set()
@@ -58,6 +62,7 @@ class FakeEngine:
             page_size=16,
             num_pages=8,
             max_num_seqs=8,
+            prefix_caching=self.prefix_caching,
         )
 
     def ids_for(self, request):
@@ -128,8 +133,10 @@ class FakeEngine:
                 ids.append(next(source))
                 if ids[-1] in request.stop_ids and sent + len(ids) > request.min_tokens:
                     stop_id = ids[-1]
+            cached = 0 if sent else next((n for end, n in self.cached_tokens.items() if name.endswith(end)), 0)
             sent += len(ids)
             self.num_tokens += len(ids)
+            self.num_cached_tokens += cached
             reason = FinishReason.STOP if stop_id is not None else None
             if reason is None and sent >= request.max_tokens:
                 reason = FinishReason.LENGTH
@@ -139,6 +146,7 @@ class FakeEngine:
                 logprobs=self._logprobs(request, ids),
                 finish_reason=reason,
                 stop_id=stop_id,
+                cached_tokens=cached,
             )
             if reason is not None:
                 return
@@ -157,5 +165,8 @@ class FakeEngine:
             num_pages_used=len(self.running),
             num_pages=8,
             prompt_tokens=self.num_prompt_tokens,
+            cached_prompt_tokens=self.num_cached_tokens,
+            num_pages_cached=3,
+            num_evictions=2,
             generation_tokens=self.num_tokens,
         )

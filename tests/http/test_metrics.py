@@ -14,6 +14,8 @@ NAMES = {
     "prompt_tokens": "counter",
     "generation_tokens": "counter",
     "num_preemptions": "counter",
+    "prefix_cache_queries": "counter",
+    "prefix_cache_hits": "counter",
     "request_success": "counter",
     "time_to_first_token_seconds": "histogram",
     "inter_token_latency_seconds": "histogram",
@@ -39,6 +41,8 @@ def test_metrics_are_prometheus_text_with_every_name_in_both_sets(server):
     for prefix in ("jaxinfer:", "vllm:"):
         assert {name: found[prefix + name].type for name in NAMES} == NAMES
     assert found["jaxinfer:xla_compilations_after_ready"].type == "counter"
+    assert found["jaxinfer:prefix_cache_evictions"].type == "counter"
+    assert found["jaxinfer:prefix_cache_pages"].type == "gauge"
     for family in found.values():
         assert all(sample.labels["model_name"] == "models/fake" for sample in family.samples)
 
@@ -75,6 +79,22 @@ def test_ends_are_counted_by_reason(server, body, reason):
     before = value(server, "vllm:request_success_total", finished_reason=reason)
     server.complete(**body)
     assert value(server, "vllm:request_success_total", finished_reason=reason) == before + 1
+
+
+def test_prefix_cache_is_told_of_in_tokens_and_pages(own_server):
+    server = own_server(prefix_caching=True, cached_tokens={"0-0": 4})
+    assert server.complete(prompt=[5] * 7).status_code == 200
+    for prefix in ("jaxinfer:", "vllm:"):
+        assert value(server, prefix + "prefix_cache_queries_total") == 7
+        assert value(server, prefix + "prefix_cache_hits_total") == 4
+    assert value(server, "jaxinfer:prefix_cache_pages") == 3
+    assert value(server, "jaxinfer:prefix_cache_evictions_total") == 2
+
+
+def test_without_a_prefix_cache_nothing_is_looked_up_in_it(server):
+    server.complete(prompt=[5] * 7)
+    assert value(server, "vllm:prompt_tokens_total") >= 7
+    assert value(server, "vllm:prefix_cache_queries_total") == 0
 
 
 def test_gauges_follow_the_engine_and_return_to_0_after_drain(server, engine):

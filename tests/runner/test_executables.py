@@ -87,6 +87,7 @@ def run_all(builder, programs):
     where, reads = addresses(state), []
     history = np.zeros(inputs.history_size(builder.shape.max_model_len), np.int32)
     state = programs.set_up_slot(state, history)
+    state = programs.set_up_prefix(state, np.ones(inputs.prefix_size(builder.shape.table_width), np.int32))
     for bucket in BUCKETS:
         new = np.arange(staged.size, dtype=np.int32) % 2
         was = addresses(staged)
@@ -291,7 +292,7 @@ def test_runtime_of_mosaic_is_imported_before_a_program_for_hopper_is_loaded(kep
     monkeypatch.setattr(executables.serialize_executable, "deserialize_and_load", load_and_tell)
     monkeypatch.setattr(executables.importlib, "import_module", done.append)
     assert all(fetch_all(builder, Executables(DiskCache.open(folder), CONFIG)))
-    assert done == ["jax.experimental.mosaic.gpu", "loaded"] * 4
+    assert done == ["jax.experimental.mosaic.gpu", "loaded"] * 5
 
 
 def test_without_the_runtime_of_mosaic_nothing_is_fetched_or_deleted_and_it_is_said_once(kept, monkeypatch, caplog):

@@ -60,16 +60,21 @@ def aliased_outputs(compiled: jax.stages.Compiled) -> int:
     return 0 if found is None else len(re.findall(r"\{[\d, ]*\}: \(\d+", found.group(1)))
 
 
-@by_bucket
-def test_every_array_of_state_keeps_its_place_and_no_pool_is_copied(builder, bucket):
-    compiled = compile_lowered(builder, lower_step(builder, abstract_params(builder), bucket))
-    assert aliased_outputs(compiled) == num_state_arrays(builder)
+def assert_no_pool_is_copied(builder: StepBuilder, compiled: jax.stages.Compiled) -> None:
     cache, shape = builder.model.cache, builder.shape
-    pool = f"f32[{cache.num_layers},{shape.num_pages + 1},{shape.page_size},{cache.num_kv_heads},{cache.head_width}]"
+    num_heads = cache.num_kv_heads // builder.mesh.size
+    pool = f"f32[{cache.num_layers},{shape.num_pages + 1},{shape.page_size},{num_heads},{cache.head_width}]"
     text = compiled.as_text()
     assert pool in text
     copies = [line.strip() for line in text.splitlines() if re.search(rf"= {re.escape(pool)}\S* copy", line)]
     assert not copies, "\n".join(copies)
+
+
+@by_bucket
+def test_every_array_of_state_keeps_its_place_and_no_pool_is_copied(builder, bucket):
+    compiled = compile_lowered(builder, lower_step(builder, abstract_params(builder), bucket))
+    assert aliased_outputs(compiled) == num_state_arrays(builder)
+    assert_no_pool_is_copied(builder, compiled)
 
 
 def test_no_weight_is_turned_around_in_a_step(builder):
@@ -80,10 +85,23 @@ def test_no_weight_is_turned_around_in_a_step(builder):
     assert found and size not in [math.prod(map(int, shape.split(","))) for shape in found]
 
 
-@pytest.mark.parametrize("program", ["set_up_slot", "sampler"])
+@pytest.mark.parametrize("program", ["set_up_slot", "set_up_prefix", "sampler"])
 def test_what_runs_between_steps_leaves_every_array_of_state_in_its_place(builder, program):
     lowered = lower_sampler(builder, 2) if program == "sampler" else lower_small(builder)[program]
     assert aliased_outputs(compile_lowered(builder, lowered)) == num_state_arrays(builder)
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_a_prefix_is_put_in_place_without_a_copy_of_a_pool_and_without_a_word_between_devices(golden, num_devices):
+    if jax.device_count() < num_devices:
+        pytest.skip(f"one device; {num_devices} are needed")
+    builder = make_builder(registry.from_config(golden("llama").config), num_devices)
+    compiled = compile_lowered(builder, lower_small(builder)["set_up_prefix"])
+    assert aliased_outputs(compiled) == num_state_arrays(builder)
+    assert_no_pool_is_copied(builder, compiled)
+    page = 2 * builder.model.cache.num_layers * builder.shape.page_size * builder.model.cache.num_kv_heads
+    assert compiled.memory_analysis().temp_size_in_bytes <= 2 * 4 * page * builder.model.cache.head_width
+    assert not re.search(r"= \S+ (all-|collective-|reduce-scatter)", compiled.as_text())
 
 
 def test_sampling_on_several_devices_needs_no_word_between_them(golden):

@@ -1,6 +1,8 @@
 """A device without arrays: pages hold token ids, and a "model" hashes the context that it reads back through them.
 
-A row that is told a wrong page, position or start reads another context, and so samples other tokens than a run alone.
+Beside each token lies a hash of the salt and of all tokens before it, as keys and values depend on these. A row that is
+told a wrong page, position or start, or shares a page that it should not, reads another context than its own: found out
+at once, whatever it would sample from it.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ import dataclasses
 from collections import deque
 
 from jaxinfer.config import SchedulerLimits
-from jaxinfer.scheduler.plan import DecodeRow, PrefillChunk, StepPlan, StepResult
+from jaxinfer.scheduler.plan import CachedPrefix, DecodeRow, PrefillChunk, StepPlan, StepResult
 from jaxinfer.scheduler.scheduler import Scheduler
 from jaxinfer.types import FinishReason, Request, TokenEvent, TokenLogprobs
 
@@ -58,44 +60,81 @@ class SlotState:
 
     request: Request
     prompt_len: int
-    history: list[int]
+    history: list[int]  # tokens told or sampled
     table: list[int] = dataclasses.field(default_factory=list)
     num_written: int = 0
     last_token: int | None = None
 
 
 class FakeDevice:
-    """Runs plans in order. All rows of a step write before any reads: rows of one step may not share a page."""
+    """Runs plans in order. The prefixes of a plan come before its step, in which all rows write before any reads."""
 
     def __init__(self, limits: SchedulerLimits):
         self.limits = limits
-        self.cells: dict[tuple[int, int], int] = {}  # (page, offset) -> token id
+        self.cells: dict[tuple[int, int], tuple[int, int]] = {}  # (page, offset) -> token id, hash of all up to it
         self.slots: dict[int, SlotState] = {}
 
     def run(self, plan: StepPlan) -> StepResult:
         asked = {row.slot for row in plan.decodes if row.logprobs}
         asked |= {chunk.slot for chunk in plan.prefills if chunk.request.logprobs is not None}
-        rows = [self._write_decode(row) for row in plan.decodes] + [self._write_chunk(c) for c in plan.prefills]
-        tables = [page for slot, _ in rows for page in self.slots[slot].table]
-        assert len(tables) == len(set(tables)), f"two rows of step {plan.step} share a page"
+        targets: set[int] = set()
+        for prefix in plan.prefixes:
+            if prefix.copied_from is not None:
+                assert prefix.copied_from not in targets, f"step {plan.step} copies page {prefix.copied_from} on"
+                targets.add(prefix.pages[-1])
+                self._copy(prefix.copied_from, prefix.pages[-1])
+        prefixes = {prefix.slot: prefix for prefix in plan.prefixes}
+        rows = [self._write_decode(row) for row in plan.decodes]
+        rows += [self._write_chunk(chunk, prefixes.pop(chunk.slot, None)) for chunk in plan.prefills]
+        assert not prefixes, f"step {plan.step} has prefixes without a chunk"
+        self._check_written_pages(plan)
         tokens = {}
         for slot, samples in rows:
             state = self.slots[slot]
-            context = [self._cell(state, position) for position in range(state.num_written)]
+            context = self._read(state)
             if samples:
                 tokens[slot] = state.last_token = sample(context, state.request, state.prompt_len)
+                state.history.append(state.last_token)
         return StepResult(plan.step, tokens, {slot: TokenLogprobs(-0.5, TOP) for slot in tokens if slot in asked})
 
-    def _cell(self, state: SlotState, position: int) -> int:
+    def _copy(self, source: int, target: int) -> None:
+        for offset in range(self.limits.page_size):
+            cell = self.cells.get((source, offset))
+            if cell is not None:
+                self.cells[target, offset] = cell
+
+    def _check_written_pages(self, plan: StepPlan) -> None:
+        """A page that a row writes to is nobody else's, unless they have all of it before their own tokens."""
         size = self.limits.page_size
-        return self.cells[state.table[position // size], position % size]
+        starts = [(row.slot, row.position) for row in plan.decodes] + [(c.slot, c.start) for c in plan.prefills]
+        uses = [(page, i, slot, start) for slot, start in starts for i, page in enumerate(self.slots[slot].table)]
+        writers = {page: slot for page, i, slot, start in uses if (i + 1) * size > start}
+        for page, i, slot, start in uses:
+            assert writers.get(page, slot) == slot or (i + 1) * size <= start, (
+                f"step {plan.step} has two owners of {page}"
+            )
+
+    def _read(self, state: SlotState) -> list[int]:
+        """All tokens of a slot, each computed from just those before it."""
+        size, context, expected = self.limits.page_size, [], hash(state.request.cache_salt)
+        for position in range(state.num_written):
+            token, found = self.cells[state.table[position // size], position % size]
+            expected = hash((expected, token))
+            assert found == expected, f"position {position} of {state.request.request_id} is of another context"
+            context.append(token)
+        assert context == state.history[: state.num_written]
+        return context
 
     def _write(self, state: SlotState, position: int, token: int) -> None:
         assert position == state.num_written, f"position {position} written after {state.num_written} others"
         size = self.limits.page_size
         page = state.table[position // size]
         assert 1 <= page <= self.limits.num_pages
-        self.cells[page, position % size] = token
+        if position:
+            _, before = self.cells[state.table[(position - 1) // size], (position - 1) % size]
+        else:
+            before = hash(state.request.cache_salt)
+        self.cells[page, position % size] = token, hash((before, token))
         state.num_written += 1
 
     def _write_decode(self, row: DecodeRow) -> tuple[int, bool]:
@@ -107,9 +146,17 @@ class FakeDevice:
         self._write(state, row.position, state.last_token)
         return row.slot, True
 
-    def _write_chunk(self, chunk: PrefillChunk) -> tuple[int, bool]:
+    def _write_chunk(self, chunk: PrefillChunk, prefix: CachedPrefix | None) -> tuple[int, bool]:
+        size = self.limits.page_size
         if chunk.history is not None:
-            self.slots[chunk.slot] = SlotState(chunk.request, chunk.prompt_len, list(chunk.history))
+            pages = [] if prefix is None else list(prefix.pages)
+            assert len(pages) == -(-chunk.start // size)
+            assert (prefix is not None and prefix.copied_from is not None) == (chunk.start % size > 0)
+            self.slots[chunk.slot] = SlotState(
+                chunk.request, chunk.prompt_len, list(chunk.history), pages, num_written=chunk.start
+            )
+        else:
+            assert prefix is None, "a prefix comes with the first chunk of an admission"
         state = self.slots[chunk.slot]
         assert (state.request, state.prompt_len) == (chunk.request, chunk.prompt_len)
         assert chunk.first_new_page == len(state.table)

@@ -23,7 +23,18 @@ def random_limits(rng: random.Random) -> dict[str, int | None]:
         "calm_mixed_tokens": rng.choice([None, 1, max_mixed]),
         "max_step_tokens": rng.choice([1, 4, 11, 32]),
         "max_model_len": rng.choice([9, 30, 64]),
+        "prefix_caching": rng.choice([False, True, True]),
     }
+
+
+def familiar_prompt(harness: Harness, rng: random.Random) -> list[int]:
+    """A prompt that begins as an earlier request: the same, with a token more, cut and continued, or its next turn."""
+    name = rng.choice([*harness.requests])
+    prompt = list(harness.requests[name].prompt_ids)
+    turn = prompt + harness.output(name)
+    some = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 9))]
+    fork = turn[: rng.randint(0, len(turn))] + some
+    return rng.choice([prompt, prompt + some[:1], fork, fork, turn + some])[: harness.limits.max_model_len - 1]
 
 
 def submit_random(harness: Harness, name: str, rng: random.Random, num_stop_ids: int | None = None) -> bool:
@@ -31,6 +42,7 @@ def submit_random(harness: Harness, name: str, rng: random.Random, num_stop_ids:
     max_tokens = rng.choice([1, 2, 3, 7, 20, 40])
     num_stop_ids = rng.choice([0, 0, 1, 3]) if num_stop_ids is None else num_stop_ids
     longest = rng.choice([3, 8, harness.limits.max_model_len - 1])  # short prompts with long outputs make pools tight
+    prompt = familiar_prompt(harness, rng) if harness.requests and rng.random() < 0.6 else None
     try:
         harness.submit(
             name,
@@ -39,6 +51,8 @@ def submit_random(harness: Harness, name: str, rng: random.Random, num_stop_ids:
             min_tokens=rng.choice([0, 0, rng.randint(0, max_tokens)]),
             stop_ids=tuple(rng.sample(range(VOCAB), num_stop_ids)),
             logprobs=rng.choice([None, None, 0, 2]),
+            cache_salt=rng.choice(["", "", "", "pepper"]),
+            **({} if prompt is None else {"prompt_ids": prompt}),
         )
     except InvalidRequest as error:
         assert "pages of" in str(error)
@@ -56,6 +70,8 @@ def test_scheduling_never_changes_the_output(seed: int):
             submit_random(harness, f"{turn}.{i}", rng)
         if harness.requests and rng.random() < abort_share:
             harness.abort(rng.choice([*harness.requests]))
+        if rng.random() < 0.01:
+            harness.scheduler.clear_prefix_cache()
         harness.step()
         if harness.results and rng.random() < read_early_share:
             harness.apply()
@@ -93,6 +109,11 @@ class Client(RuleBasedStateMachine):
     @rule(i=st.integers(0, 30))
     def abort(self, i: int) -> None:
         self.harness.abort(f"r{i}")
+
+    @rule()
+    def clear_cache(self) -> None:
+        self.harness.scheduler.clear_prefix_cache()
+        self.harness.scheduler.check_integrity()
 
     @rule(num=st.integers(1, 5))
     def step(self, num: int) -> None:

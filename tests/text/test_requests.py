@@ -35,6 +35,12 @@ def test_each_sample_is_a_request_of_its_own_that_differs_in_id_and_seed():
     assert same[0] == same[1] == same[2]
 
 
+def test_the_salt_of_the_cache_reaches_every_sample_and_is_empty_where_none_is_given():
+    salted = lower([5], SamplingParams(n=2, cache_salt="tenant a"), INFO, None, "r")
+    assert [request.cache_salt for request in salted] == ["tenant a"] * 2
+    assert lower_one(SamplingParams()).cache_salt == ""
+
+
 def test_a_seed_gives_the_same_streams_again_and_another_seed_gives_others():
     def seeds(seed, n=4):
         return [request.seed for request in lower([5], SamplingParams(n=n, seed=seed), INFO, None, "r")]
