@@ -23,6 +23,8 @@ GPU_RESERVE_BYTES = 2**30
 """Left free in XLA's pool for fragmentation and results. Captured graphs live outside that pool."""
 
 
+MAX_PAGES = 2**18
+"""Most pages of a GPU unless its slots need more: of each that is full the host keeps the tokens."""
 NUM_HOLES = 16
 """More than the small arrays that a step and the one ahead of it hold."""
 HOLE_BYTES = 2**18
@@ -125,6 +127,7 @@ def slot_bytes(state: DeviceState) -> int:
 def pool_pages(shape: StateShape, mesh: Mesh, *, used_bytes: int, temp_bytes: int) -> int:
     """Pages that fit beside the weights and the temporaries of the largest step; all in bytes of one device.
 
+    A GPU's memory is taken whole, for what requests leave to those that begin alike; a CPU's is for others, too.
     used_bytes: weights and slot state. PoolError if not even one page fits.
     """
     device = mesh.devices.flat[0]
@@ -136,6 +139,7 @@ def pool_pages(shape: StateShape, mesh: Mesh, *, used_bytes: int, temp_bytes: in
     else:
         limit = device.memory_stats()["bytes_limit"]
         budget = limit - GPU_RESERVE_BYTES - used_bytes - temp_bytes
+        enough = max(enough, MAX_PAGES)
     pages = min(enough, int(budget // page_bytes) - 1)
     if pages < 1:
         raise PoolError(

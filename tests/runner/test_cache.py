@@ -1,5 +1,7 @@
 """What the state costs, and how many pages fit beside the rest."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -51,6 +53,21 @@ def test_the_pool_is_no_larger_than_all_slots_at_their_full_length_need():
     shape = make_shape()
     pages = cache.pool_pages(shape, rules.make_mesh(1), used_bytes=0, temp_bytes=0)
     assert pages == shape.num_slots * shape.table_width
+
+
+def test_a_gpus_memory_is_taken_whole_whatever_the_slots_need():
+    shape = make_shape()
+    page_bytes = cache.token_bytes(shape.cache, shape.dtype) * shape.page_size
+
+    def pages(fitting: int) -> int:
+        stats = {"bytes_limit": cache.GPU_RESERVE_BYTES + 5 * page_bytes + (fitting + 1) * page_bytes}
+        device = SimpleNamespace(platform="gpu", memory_stats=lambda: stats)
+        mesh = SimpleNamespace(size=1, devices=np.array([device]))
+        return cache.pool_pages(shape, mesh, used_bytes=2 * page_bytes, temp_bytes=3 * page_bytes)
+
+    assert shape.num_slots * shape.table_width < 1000
+    assert pages(1000) == 1000
+    assert pages(2 * cache.MAX_PAGES) == cache.MAX_PAGES
 
 
 def test_memory_that_holds_no_page_is_refused_with_the_sizes():
