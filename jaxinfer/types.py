@@ -281,6 +281,7 @@ class EngineStats:
     generation_tokens: int = 0
     num_preemptions: int = 0
     num_steps: int = 0
+    num_failed_steps: int = 0  # whose requests ended with an error
     compilations_after_ready: int = 0
 
 

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+
 from jaxinfer.runner.runner import InFlight, ModelRunner
 from jaxinfer.scheduler.scheduler import Scheduler
 from jaxinfer.types import EngineInfo, EngineStats, Request, TokenEvent
+
+MAX_FAILURES = 3
+"""Steps that may fail one after the other; the next ends the engine."""
+log = logging.getLogger(__name__)
 
 
 class Engine:
@@ -15,6 +21,8 @@ class Engine:
         self._runner = runner
         self._scheduler = scheduler
         self._in_flight: InFlight | None = None
+        self._num_failed_steps = 0
+        self._failures = 0  # since a step last succeeded
 
     @property
     def has_work(self) -> bool:
@@ -30,11 +38,34 @@ class Engine:
         return self._scheduler.abort(request_id)
 
     def step(self) -> list[TokenEvent]:
-        """Launches the next step, then waits for the one before it and returns what that one did."""
+        """Launches the next step, then waits for the one before it and returns what that one did.
+
+        A step that fails ends the requests that run with its error, and serving goes on with the device's state made
+        anew; after MAX_FAILURES in a row the error is raised.
+        """
         plan = self._scheduler.next_plan()
-        launched = self._runner.launch(plan) if plan is not None else None
-        finished, self._in_flight = self._in_flight, launched
-        return [] if finished is None else self._scheduler.apply(self._runner.collect(finished))
+        finished, self._in_flight = self._in_flight, None
+        try:
+            if plan is not None:
+                self._in_flight = self._runner.launch(plan)
+            result = None if finished is None else self._runner.collect(finished)
+        except Exception as error:
+            return self._recover(error)
+        if result is None:
+            return []
+        self._failures = 0
+        return self._scheduler.apply(result)
+
+    def _recover(self, error: Exception) -> list[TokenEvent]:
+        self._num_failed_steps += 1
+        self._failures += 1
+        if self._failures > MAX_FAILURES:
+            raise error
+        log.error("a step failed; the requests that ran end with its error, and the state is made anew", exc_info=error)
+        self._in_flight = None
+        self._runner.reset()
+        lines = str(error).splitlines() or [""]
+        return self._scheduler.fail(f"the step that computed it failed: {type(error).__name__}: {lines[0]}")
 
     def stats(self) -> EngineStats:
         """A snapshot. When nothing runs, it also checks that every page came back; the cache may keep any of them."""
@@ -53,6 +84,7 @@ class Engine:
             generation_tokens=s.generation_tokens,
             num_preemptions=s.num_preemptions,
             num_steps=s.num_steps,
+            num_failed_steps=self._num_failed_steps,
             compilations_after_ready=self._runner.compilations_after_ready,
         )
 

@@ -188,6 +188,7 @@ class ServerMetrics(Collector):
         if prefix == "jaxinfer:":
             counters += [
                 ("steps", "Steps of the engine.", engine.num_steps),
+                ("failed_steps", "Steps that failed, and with them the requests that ran.", engine.num_failed_steps),
                 ("prefix_cache_evictions", "Pages of the prefix cache that were given up.", engine.num_evictions),
                 (
                     "xla_compilations_after_ready",

@@ -44,8 +44,7 @@ class ModelRunner:
         self._builder = builder
         self._params = params
         self._programs = programs
-        self._state = cache.zeros(builder.abstract_state)
-        self._staged = jnp.zeros_like(builder.abstract_inputs, device=builder.abstract_inputs.sharding)
+        self._make_state()
         hole_bytes = max(cache.HOLE_BYTES, self._staged.nbytes, self._state.logprobs.nbytes)
         self._around_holes = cache.make_holes(hole_bytes) if builder.platform != "cpu" else []
         self._counter = CompilationCounter()
@@ -83,10 +82,20 @@ class ModelRunner:
         logprobs = {slot: TokenLogprobs(chosen, tuple(zip(ids, top, strict=True))) for slot, chosen, ids, top in rows}
         return StepResult(plan.step, sampled, logprobs)
 
+    def reset(self) -> None:
+        """Makes the state anew, all zeros: after a step that failed, what was donated to it may be lost."""
+        del self._state, self._staged  # first, since there may be no room for both
+        self._make_state()
+
     def close(self) -> None:
         """Gives up the device's memory. Nothing can be launched any more."""
         self._counter.close()
         del self._programs, self._params, self._state, self._staged, self._around_holes
+
+    def _make_state(self) -> None:
+        inputs = self._builder.abstract_inputs
+        self._state = cache.zeros(self._builder.abstract_state)
+        self._staged = jnp.zeros_like(inputs, device=inputs.sharding)
 
     def _run(self, bucket: Bucket, plan: StepPlan) -> None:
         shape = self._builder.shape

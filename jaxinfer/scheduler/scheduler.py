@@ -142,6 +142,22 @@ class Scheduler:
         for seq in self._running:
             seq.is_cacheable = False
 
+    def fail(self, reason: str) -> list[TokenEvent]:
+        """After a step that failed: what was on the device is lost, and the plans in flight have no result.
+
+        Ends every sequence that runs, since a row of each was in them, with an error. Those that wait go on waiting;
+        a token that was in flight for one of them is sampled anew.
+        """
+        self._in_flight.clear()
+        self.clear_prefix_cache()
+        events: list[TokenEvent] = []
+        for seq in tuple(self._running):
+            events.append(seq.fail(reason))
+            self._remove(seq)
+        for seq in self._waiting:
+            seq.num_in_flight = 0
+        return events
+
     def next_plan(self) -> StepPlan | None:
         """Plans one step, or returns None when there is nothing that can be planned before another `apply`.
 

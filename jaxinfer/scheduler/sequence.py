@@ -163,6 +163,11 @@ class Sequence:
             raise RuntimeError(f"{self.request_id!r} asked for log-probabilities, but the result of its step has none")
         return (TokenLogprobs(logprobs.logprob, logprobs.top[: self.num_logprobs]),)
 
+    def fail(self, reason: str) -> TokenEvent:
+        """Ends it for a fault that is not its own."""
+        self.finished = True
+        return TokenEvent(request_id=self.request_id, finish_reason=FinishReason.ERROR, error=reason)
+
     def cancel(self) -> TokenEvent:
         """Ends it without a token; rows that are in flight for it count no more."""
         self.finished = True
