@@ -24,6 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return args.run(args) or 0
     except KeyboardInterrupt:
+        print(f"jaxinfer {args.command}: interrupted", file=sys.stderr)
         return EXIT_FAILED
     except (*_refusals(args.command), InvalidRequest, EngineDead, OSError) as error:
         print(f"jaxinfer {args.command}: {error}", file=sys.stderr)

@@ -139,9 +139,10 @@ def _memory(config: EngineConfig, limit: int) -> list[Finding]:
         return [Finding("memory", str(error), ok=False)]
     total = sum(part.num_bytes for part in parts)
     findings = [
-        Finding(f"  {part.name}", _gib(part.num_bytes) + (f"  {part.detail}" if part.detail else "")) for part in parts
+        Finding(f"  {part.name}", f"{part.num_bytes:>15,} bytes" + (f"  {part.detail}" if part.detail else ""))
+        for part in parts
     ]
-    return [*findings, Finding("  together", f"{_gib(total)} of {_gib(limit)}", ok=total <= limit)]
+    return [*findings, Finding("  together", f"{total:>15,} bytes of {limit:,}", ok=total <= limit)]
 
 
 def _gib(num: int) -> str:

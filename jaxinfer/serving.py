@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any, Self
@@ -76,7 +77,8 @@ def serve(
     server_config = ServerConfig(host=host, port=port, **(server or {}))
     num_front_ends = server_config.api_server_count or _front_ends_for(len(os.sched_getaffinity(0)))
     sock = http_run.bind(server_config.host, server_config.port)  # before anything slow: a port in use is known at once
-    with contextlib.ExitStack() as on_failure:
+    with contextlib.ExitStack() as on_failure, contextlib.ExitStack() as start:
+        start.enter_context(_termination_raised())
         on_failure.callback(sock.close)
         checkpoint = find_checkpoint(config)  # before the engine looks for it, too: a Hub's is fetched once
         template = ChatTemplate.from_config(checkpoint.tokenizer_config, server_config.chat_template)
@@ -95,6 +97,7 @@ def serve(
                 on_failure.callback(front_ends.kill)
             engine.wait_until_ready(front_ends.check)
             main = front_ends.main(sock, engine.info, lambda: engine.failure)
+        start.close()
         if not block:
             running = Server(engine, http_run.ServerThread(http_run.url_of(sock), main).start())
             on_failure.pop_all()
@@ -117,6 +120,24 @@ def _interrupts_held() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextlib.contextmanager
+def _termination_raised() -> Iterator[None]:
+    """SIGTERM ends the program as an exception does, so that the processes it has started end with it, and at once."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(number: int, _: object) -> None:
+        print("jaxinfer: terminated while it started", file=sys.stderr)
+        sys.exit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def engine_command(config: EngineConfig, *, show_progress: bool) -> list[str]:

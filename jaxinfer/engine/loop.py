@@ -89,7 +89,7 @@ def engine_main(fds: str, build: Callable[[], Engine], refusals: tuple[type[Exce
         traceback.print_exc()
         _end_with(owner, f"{type(error).__name__}: {error}")
     built.set()
-    # What is there now stays: the collector need not look at it again, which takes tens of ms beside a full cache.
+    # What is there now stays: the collector need not look at it again.
     gc.collect()
     gc.freeze()
     try:

@@ -85,6 +85,7 @@ class PrefixCache:
         self.pool = pool
         self.page_size = page_size
         self.num_evictions = 0  # cached pages that were given to others
+        self.num_added = 0  # pages that ever entered the tree: while it is the same, no hit becomes longer
         self._roots: dict[str, _Node] = {}  # by salt; those with children
         self._nodes: dict[int, _Node] = {}  # by page
         self._unheld: OrderedDict[int, None] = OrderedDict()  # pages of nodes that none holds, last used last
@@ -180,6 +181,7 @@ class PrefixCache:
         child, common = parent.closest(tokens)
         if child is not None and common == len(tokens):
             return child
+        self.num_added += 1
         new = self._nodes[page] = _Node(parent.salt, parent, tokens, page, step)
         parent.children.insert(parent.place(tokens), new)
         if child is not None and common == len(child.tokens):

@@ -36,6 +36,7 @@ MAX_IN_FLIGHT = 2
 """Plans whose results are not read yet: the step that runs and the one queued behind it."""
 WAITING_SHARE = 4
 """Decoding sequences for each one that waits, below which prompts are computed as fast as streams may bear."""
+NOBODY: tuple[Sequence | None, int, int] = (None, 0, 0)
 
 
 class _Flight(NamedTuple):
@@ -70,6 +71,7 @@ class Scheduler:
         self._waiting: deque[Sequence] = deque()  # preempted ones in front, in the order of their admission
         self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))  # a stack: slot 0 is given out first
         self._in_flight: deque[_Flight] = deque()
+        self._refused = NOBODY  # the head of the queue when it was last looked at, and what there was for it
 
     @property
     def num_running(self) -> int:
@@ -326,11 +328,17 @@ class Scheduler:
         seq = self._waiting[0]
         if seq.num_in_flight:
             return None
+        # To match 100,000 tokens takes milliseconds: not in every step in which nothing has changed for the better.
+        now = seq, self.pool.num_free, self._cache.num_added
+        before, self._refused = self._refused, now
+        if self.limits.prefix_caching and before[0] is seq and before[1] >= now[1] and before[2] == now[2]:
+            return None
         known, hit = len(seq.tokens), self._match(seq)
         with_first_decode = self._num_pages(min(known + 1, seq.max_computed))
         num_spare = self.pool.num_free - hit.num_unheld - (with_first_decode - len(hit.pages))
         if num_spare < 0 or num_spare < self._num_pages_until_decode(known - hit.num_tokens):
             return None
+        self._refused = NOBODY
         self._waiting.popleft()
         if not seq.was_admitted:
             self.prompt_tokens += seq.prompt_len

@@ -225,7 +225,19 @@ def test_interrupt_as_soon_as_the_processes_are_started_ends_all_without_a_trace
     os.killpg(server.process.pid, signal.SIGINT)
     assert server.process.wait(20) == 1
     wait_for(lambda: not any(map(is_alive, processes)), limit_s=5)
-    assert server.stderr == ""
+    assert server.stderr == "jaxinfer serve: interrupted\n"
+
+
+@pytest.mark.parametrize("after_s", [0, 0.5])
+def test_termination_of_the_first_process_as_it_starts_ends_all_at_once(start, model, after_s):
+    server = start(str(model), *TINY_FLAGS, "--api-server-count", "2")
+    wait_for(lambda: server.engine_pid is not None, limit_s=60)
+    time.sleep(after_s)
+    processes = children(server.process.pid)
+    server.process.terminate()
+    assert server.process.wait(20) == 128 + signal.SIGTERM
+    wait_for(lambda: not any(map(is_alive, processes)), limit_s=1)
+    assert server.stderr == "jaxinfer: terminated while it started\n"
 
 
 def test_interrupt_while_the_engine_is_built_ends_both_without_a_traceback(start):

@@ -273,3 +273,21 @@ def test_the_random_walks_share_copy_evict_and_preempt():
         for name in harness.requests:
             seen["preempted again"] += any(prefix for _, prefix in first_chunks(harness, name)[1:])
     assert min(seen.values()) > 5, seen
+
+
+def test_a_head_that_waits_for_pages_is_matched_again_only_when_there_is_more_for_it(monkeypatch):
+    harness = caching(num_pages=14)
+    harness.submit("runs", prompt_ids=PROMPT, max_tokens=40)
+    for _ in range(4):
+        harness.step()
+    cache, calls = harness.scheduler._cache, []
+    match = cache.match
+    monkeypatch.setattr(cache, "match", lambda *args: calls.append(args) or match(*args))
+    harness.submit("waits", prompt_ids=[(5 * i) % 11 for i in range(60)], max_tokens=2)
+    for _ in range(20):
+        harness.step()
+    assert harness.scheduler.num_waiting == 1
+    assert len(calls) == 1
+    harness.drain()
+    assert len(calls) <= 3
+    assert len(harness.events["waits"]) == 2
