@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pallas_kernels.linear.api import Norm
 
 MAX_ROWS = 16
-"""With as many, the products of Qwen3-4B take 3.06 ms a step on an H200, as cuBLAS takes for 64."""
+"""With 32, all four products of a layer of Qwen3-4B were slower than cuBLAS's on an H200, its norm kernels included."""
 
 
 class Tiling(NamedTuple):

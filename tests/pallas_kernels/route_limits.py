@@ -59,7 +59,7 @@ REFUSED = (
     *refused(
         "linear",
         "triton",
-        ({"rows": 33}, "33 rows; it takes 32 at most"),
+        ({"rows": 17}, "17 rows; it takes 16 at most"),
         ({"dtype": FULL}, NARROW_ONLY),
         ({"weight_dtype": jnp.float16}, r"dtypes \['bfloat16', 'float16'\]"),
         ({"norm_dtype": FULL}, r"dtypes \['bfloat16', 'float32'\]"),
