@@ -41,7 +41,7 @@ class Engine:
         """Launches the next step, then waits for the one before it and returns what that one did.
 
         A step that fails ends the requests that run with its error, and serving goes on with the device's state made
-        anew; after MAX_FAILURES in a row the error is raised.
+        anew; the one after MAX_FAILURES in a row raises its error.
         """
         plan = self._scheduler.next_plan()
         finished, self._in_flight = self._in_flight, None

@@ -28,7 +28,7 @@ BLOCK = 64
 MIN_SPLIT = 256
 """Fewest positions that are worth a program of their own."""
 PROGRAMS = 264
-"""Where rows are few they are split until a launch has about this many: a few for each of an H200's 132
+"""Where rows are few they are split until a launch has about this many: two for each of an H200's 132
 multiprocessors."""
 MAX_SPLITS = 128
 LEAST_WIDTH = 1 if INTERPRETING else 16

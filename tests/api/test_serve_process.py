@@ -216,28 +216,30 @@ def test_front_end_killed_while_the_engine_is_built_ends_the_engine_long_before_
     wait_for(lambda: not is_alive(engine_pid), limit_s=2)
 
 
+@pytest.mark.parametrize(
+    ("end", "status", "words"),
+    [
+        pytest.param(lambda pid: os.killpg(pid, signal.SIGINT), 1, "jaxinfer serve: interrupted\n", id="interrupt"),
+        pytest.param(
+            lambda pid: os.kill(pid, signal.SIGTERM),  # of the first process alone
+            128 + signal.SIGTERM,
+            "jaxinfer: terminated while it started\n",
+            id="termination",
+        ),
+    ],
+)
 @pytest.mark.parametrize("after_s", [0, 0.5])
-def test_interrupt_as_soon_as_the_processes_are_started_ends_all_without_a_traceback(start, model, after_s):
+def test_a_start_that_is_ended_says_so_without_a_traceback_and_ends_its_processes(
+    start, model, end, status, words, after_s
+):
     server = start(str(model), *TINY_FLAGS, "--api-server-count", "2")
     wait_for(lambda: server.engine_pid is not None, limit_s=60)
     time.sleep(after_s)
     processes = children(server.process.pid)
-    os.killpg(server.process.pid, signal.SIGINT)
-    assert server.process.wait(20) == 1
+    end(server.process.pid)
+    assert server.process.wait(20) == status
     wait_for(lambda: not any(map(is_alive, processes)), limit_s=5)
-    assert server.stderr == "jaxinfer serve: interrupted\n"
-
-
-@pytest.mark.parametrize("after_s", [0, 0.5])
-def test_termination_of_the_first_process_as_it_starts_ends_all_at_once(start, model, after_s):
-    server = start(str(model), *TINY_FLAGS, "--api-server-count", "2")
-    wait_for(lambda: server.engine_pid is not None, limit_s=60)
-    time.sleep(after_s)
-    processes = children(server.process.pid)
-    server.process.terminate()
-    assert server.process.wait(20) == 128 + signal.SIGTERM
-    wait_for(lambda: not any(map(is_alive, processes)), limit_s=1)
-    assert server.stderr == "jaxinfer: terminated while it started\n"
+    assert server.stderr == words
 
 
 def test_interrupt_while_the_engine_is_built_ends_both_without_a_traceback(start):

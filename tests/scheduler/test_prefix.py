@@ -188,7 +188,7 @@ def test_what_is_found_is_the_longest_beginning_that_any_sequence_left(page_size
         assert cache.num_found(tokens, salt) == best
         cache.begin(tokens, salt)
         if rng.random() < 0.7:
-            left.append(cache.holders[0][:2])  # type: ignore[arg-type]
+            left.append(cache.holders[0][:2])
             cache.end()
     assert cache.num_evictions == 0
 
