@@ -106,6 +106,11 @@ class SchedulerLimits:
     calm_mixed_tokens: int | None = None  # the same while few sequences wait; None: no less than always
     max_waiting: int  # requests
     prefix_caching: bool = False  # whether pages are kept for requests that begin alike
+    num_frames: int = 0  # of the host tier; with 0 there is none
+    frame_pages: int = 1  # pages of a frame, which are copied at once
+    restore_ms: float = 0.0  # to copy a frame from the host to the device
+    compute_ms: float = 0.0  # to compute the keys and values of a token anew
+    num_disk_pages: int = 0  # with 0 there is no disk tier
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

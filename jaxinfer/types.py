@@ -212,6 +212,8 @@ class Request:
     stop_ids: Sequence[int] = ()  # the output ends with the first of these, once it has min_tokens
     logprobs: int | None = None
     cache_salt: str = ""  # keys and values of earlier requests are used again only where the salt is the same
+    priority: int = 0  # those with a lower number are admitted first
+    session_id: str = ""  # its keys and values are kept for the session's next request, if they can be; empty: none
 
     @property
     def has_penalties(self) -> bool:
