@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
+from collections.abc import Container
 
 from jaxinfer.config import SchedulerLimits
 from jaxinfer.scheduler.plan import CachedPrefix, DecodeRow, PrefillChunk, StepPlan, StepResult
@@ -212,6 +213,20 @@ class Harness:
         self.scheduler.check_integrity()
         return events
 
+    def lose_state(self, slots: Container[int]) -> list[TokenEvent]:
+        """Reads a step that gave no token for these slots, where it sampled for them; all on the device is lost."""
+        result = self.results.popleft()
+        tokens = {slot: -1 if slot in slots else token for slot, token in result.token_ids.items()}
+        self.results.clear()
+        self.device = FakeDevice(self.limits)
+        events = self.scheduler.lose_state(dataclasses.replace(result, token_ids=tokens), "lost")
+        for event in events:
+            self._record(event)
+        self.scheduler.check_integrity()
+        assert not self.scheduler.num_running and not self.scheduler.num_in_flight
+        assert self.scheduler.pool.num_empty == self.limits.num_pages
+        return events
+
     def abort(self, name: str) -> TokenEvent | None:
         event = self.scheduler.abort(name)
         if event is not None:
@@ -245,11 +260,11 @@ class Harness:
         return [token for event in self.events[name] for token in event.token_ids]
 
     def check_output(self, name: str) -> None:
-        """The request ended once, with the tokens of a run alone (a prefix of them if it was aborted)."""
+        """The request ended once, with the tokens of a run alone (a prefix of them if it was aborted, or failed)."""
         *others, last = self.events[name]
         assert all(event.finish_reason is None for event in others)
         tokens, reason, stop_id = run_alone(self.requests[name], self.limits.max_model_len)
-        if last.finish_reason is FinishReason.ABORT:
+        if last.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
             assert self.output(name) == tokens[: len(self.output(name))]
         else:
             assert (self.output(name), last.finish_reason, last.stop_id) == (tokens, reason, stop_id)
