@@ -54,6 +54,8 @@ class EngineConfig:
     Measured at warm-up on a GPU; on a CPU the chunk is 64 tokens."""
     max_waiting: int = 1024
     """Requests that may wait for a slot before further ones are refused."""
+    step_timeout_s: float = 300.0
+    """A step, or a wait without any progress, that takes longer fails the requests it holds. In seconds."""
     enable_prefix_caching: bool = True
     """Whether keys and values of earlier requests are used again by those that begin alike."""
     tensor_parallel_size: int = 1
@@ -91,6 +93,7 @@ class EngineConfig:
             f"gpu_memory_utilization is {self.gpu_memory_utilization}; it must be above 0 and at most 1",
         )
         _check(self.max_step_ms > 0, f"max_step_ms is {self.max_step_ms}; it must be above 0")
+        _check(self.step_timeout_s > 0, f"step_timeout_s is {self.step_timeout_s}; it must be above 0")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -285,6 +285,8 @@ class EngineStats:
     num_steps: int = 0
     num_failed_steps: int = 0  # whose requests ended with an error
     compilations_after_ready: int = 0
+    num_stuck_steps: int = 0  # steps, or waits without any progress, that took longer than step_timeout_s
+    num_nan_requests: int = 0  # ended because the model's logits for them were not numbers
 
 
 class EventReceiver(Protocol):

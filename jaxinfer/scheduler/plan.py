@@ -147,5 +147,5 @@ class StepResult:
     """What the rows of a plan sampled, by slot: rows of chunks that do not sample are absent."""
 
     step: int
-    token_ids: dict[int, int]  # slot -> token
+    token_ids: dict[int, int]  # slot -> token; -1: its logits were not numbers, and no token could be chosen
     logprobs: dict[int, TokenLogprobs]  # slot -> log-probabilities, for requests that asked

@@ -28,6 +28,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from jaxinfer.config import ConfigError, SchedulerLimits
+from jaxinfer.scheduler import report
 from jaxinfer.scheduler.disk_tier import DiskTier
 from jaxinfer.scheduler.host_tier import HostTier
 from jaxinfer.scheduler.pages import PagePool
@@ -169,21 +170,49 @@ class Scheduler:
         for seq in self._running:
             seq.is_cacheable = False
 
-    def fail(self, reason: str) -> list[TokenEvent]:
+    def fail(self, reason: str, *, waiting_too: bool = False) -> list[TokenEvent]:
         """After a step that failed: what was on the device is lost, and the plans in flight have no result.
 
-        Ends every sequence that runs, since a row of each was in them, with an error. Those that wait go on waiting;
-        a token that was in flight for one of them is sampled anew.
+        Ends every sequence that runs, since a row of each was in them, with an error. Others wait on if they may.
         """
-        self._in_flight.clear()
-        self.clear_prefix_cache()
+        self._drop_plans()
         events: list[TokenEvent] = []
-        for seq in tuple(self._running):
+        for seq in (*self._running, *(self._waiting if waiting_too else ())):
             events.append(seq.fail(reason))
             self._remove(seq)
-        for seq in self._waiting:
-            seq.num_in_flight = 0
         return events
+
+    def lose_state(self, result: StepResult, reason: str) -> list[TokenEvent]:
+        """Takes in a step that gave no token, but -1, for some slots: the keys and values of all are given up.
+
+        Ends the sequences of these slots with an error, but not one that had begun with pages of others, which may be
+        at fault: it is computed once more, from nothing. The other slots' tokens count, so that such a step advances
+        somebody, too. All that run go back to the queue, to be computed again from their known tokens.
+        """
+        samplers = self._in_flight[0].samplers
+        bad = [samplers.pop(slot) for slot, token in result.token_ids.items() if token < 0]
+        events = self.apply(result)
+        self._drop_plans()
+        for seq in bad:
+            if seq.prefix_len and not seq.is_suspect:
+                seq.is_suspect = True
+            elif not seq.finished:
+                events.append(seq.fail(reason))
+                self._remove(seq)
+        while self._running:
+            self._preempt(self._running[-1])
+        return events
+
+    def _drop_plans(self) -> None:
+        """Forgets the plans in flight, whose tokens are to be sampled anew, and all that is cached."""
+        self._in_flight.clear()
+        self.clear_prefix_cache()
+        for seq in self._sequences.values():
+            seq.num_in_flight = 0
+
+    def describe(self) -> str:
+        """What it holds, in some lines for a log."""
+        return report.describe(self.pool, self._running, self._waiting, {f.step: f.samplers for f in self._in_flight})
 
     def next_plan(self) -> StepPlan | None:
         """Plans one step, or returns None when there is nothing that can be planned before another `apply`.
@@ -426,7 +455,7 @@ class Scheduler:
 
         Without what would take longer to copy from the host than to compute.
         """
-        if not self.limits.prefix_caching:
+        if not self.limits.prefix_caching or seq.is_suspect:
             return MISS
         hit = self._cache.match(seq.request.cache_salt, seq.tokens[:-1], self.num_steps)
         if hit.tail is not None and not self._is_worth_restoring(hit, len(hit.pages) + len(hit.restored)):

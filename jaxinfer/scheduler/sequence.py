@@ -25,6 +25,7 @@ class Sequence:
         "finished",
         "is_cacheable",
         "is_plain",
+        "is_suspect",
         "max_computed",
         "max_output",
         "min_len",
@@ -70,6 +71,9 @@ class Sequence:
         self.prefix_len = 0  # tokens that were in the cache at this admission: chunks begin behind them
         self.num_cached = 0  # tokens of the prompt that were in the cache when it was admitted first
         self.is_cacheable = True  # whether what its pages hold may be used by others
+        # Whether its logits were not numbers once, when it had begun with pages of others: it goes on with none of them
+        # and gives none away, so that a second time would be its own fault.
+        self.is_suspect = False
         self.was_admitted = False
         self.finished = False
         self.num_overtaken = 0  # admissions of others that came later, while this one waited
@@ -88,7 +92,7 @@ class Sequence:
         self.tickets = tickets
         self.prefill_end = len(self.tokens)
         self.prefix_len = self.num_computed = prefix_len
-        self.is_cacheable = True
+        self.is_cacheable = not self.is_suspect
         if not self.was_admitted:
             self.num_cached = prefix_len
         self.was_admitted = True

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections import deque
+from collections.abc import Container
 
 from jaxinfer.config import SchedulerLimits
 from jaxinfer.scheduler.plan import (
@@ -133,6 +134,16 @@ class FakeDevice:
                     for page in pages:
                         del self.disk[page.key]
         return targets
+
+    def reset(self) -> list[int]:
+        """Loses what is on the device; returns the transfers that had to bring something there."""
+        lost = [ticket for ticket, parts in self.pending.items() if any(isinstance(to, int) for to, _ in parts)]
+        for ticket in lost:
+            del self.pending[ticket]
+        self.cells.clear()
+        self.slots.clear()
+        self.tables.clear()
+        return lost
 
     def finish(self, ticket: int, *, fails: bool = False) -> Transferred:
         """Ends a transfer. fails: what it reads from disk is damaged, from the second page on."""
@@ -303,6 +314,22 @@ class Harness:
         self.scheduler.transferred(self.device.finish(ticket, fails=self.rng.random() < self.damaged_share))
         self.scheduler.check_integrity()
 
+    def lose_state(self, slots: Container[int]) -> list[TokenEvent]:
+        """Reads a step that gave no token for these slots, where it sampled for them; all on the device is lost."""
+        result = self.results.popleft()
+        tokens = {slot: -1 if slot in slots else token for slot, token in result.token_ids.items()}
+        self.results.clear()
+        lost = self.device.reset()
+        events = self.scheduler.lose_state(dataclasses.replace(result, token_ids=tokens), "lost")
+        for event in events:
+            self._record(event)
+        for ticket in lost:
+            self.scheduler.transferred(Transferred(ticket))
+        self.scheduler.check_integrity()
+        assert not self.scheduler.num_running and not self.scheduler.num_in_flight
+        assert self.scheduler.pool.num_empty == self.limits.num_pages
+        return events
+
     def abort(self, name: str) -> TokenEvent | None:
         event = self.scheduler.abort(name)
         if event is not None:
@@ -343,11 +370,11 @@ class Harness:
         return [token for event in self.events[name] for token in event.token_ids]
 
     def check_output(self, name: str) -> None:
-        """The request ended once, with the tokens of a run alone (a prefix of them if it was aborted)."""
+        """The request ended once, with the tokens of a run alone (a prefix of them if it was aborted, or failed)."""
         *others, last = self.events[name]
         assert all(event.finish_reason is None for event in others)
         tokens, reason, stop_id = run_alone(self.requests[name], self.limits.max_model_len)
-        if last.finish_reason is FinishReason.ABORT:
+        if last.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
             assert self.output(name) == tokens[: len(self.output(name))]
         else:
             assert (self.output(name), last.finish_reason, last.stop_id) == (tokens, reason, stop_id)

@@ -77,6 +77,7 @@ def test_scheduling_never_changes_the_output(seed: int):
     rng = random.Random(seed)
     harness = Harness(seed=seed, damaged_share=rng.choice([0, 0.3]), **random_limits(rng))
     load, abort_share, read_early_share = rng.choice([0.1, 0.5, 2.0]), rng.choice([0, 0.05]), rng.choice([0, 0.3])
+    lost_share = rng.choice([0, 0.05])
     for turn in range(150):
         for i in range(int(load + rng.random())):
             submit_random(harness, f"{turn}.{i}", rng)
@@ -84,6 +85,8 @@ def test_scheduling_never_changes_the_output(seed: int):
             harness.abort(rng.choice([*harness.requests]))
         if rng.random() < 0.01:
             harness.scheduler.clear_prefix_cache()
+        if harness.results and rng.random() < lost_share:
+            harness.lose_state([slot for slot in range(8) if rng.random() < 0.3])
         harness.step()
         if harness.results and rng.random() < read_early_share:
             harness.apply()
@@ -139,6 +142,11 @@ class Client(RuleBasedStateMachine):
     def abort(self, i: int) -> None:
         self.harness.abort(f"r{i}")
 
+    @rule(slots=st.sets(st.integers(0, 4)))
+    def lose_state(self, slots: set[int]) -> None:
+        if self.harness.results:
+            self.harness.lose_state(slots)
+
     @rule()
     def clear_cache(self) -> None:
         self.harness.scheduler.clear_prefix_cache()
@@ -159,7 +167,7 @@ class Client(RuleBasedStateMachine):
             self.harness.drain()
 
 
-def test_no_order_of_submits_and_aborts_breaks_a_promise():
+def test_no_order_of_submits_aborts_and_losses_breaks_a_promise():
     run_state_machine_as_test(
         Client,
         settings=settings(
