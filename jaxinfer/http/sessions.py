@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
+from starlette.convertors import Convertor, register_url_convertor
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -28,9 +29,23 @@ from jaxinfer.types import (
     check_session_id,
 )
 
-PATH = "/v1/sessions/{session_id:path}"
-"""A path, so that an id with a slash is refused as what it is, and not as an address that does not exist."""
+PATH = "/v1/sessions/{session_id:session_id}"
 EMPTY_BODIES = (b"", b"{}")
+
+
+class _AnyText(Convertor[str]):
+    """So that an id with a slash or a line feed is refused as what it is, and not as an address that is not there."""
+
+    regex = r"[\s\S]*"
+
+    def convert(self, value: str) -> str:
+        return value
+
+    def to_string(self, value: str) -> str:
+        return value
+
+
+register_url_convertor("session_id", _AnyText())
 
 
 def session_routes(engine: EngineHandle, open_requests: OpenRequests) -> list[Route]:
