@@ -177,8 +177,10 @@ class _Loop:
                 self._command(front_end, message)
 
     def _command(self, front_end: _FrontEnd, message: SessionCommand) -> None:
-        """Replies in this thread once the engine is done, which may be in a later step. What was begun goes on to its
-        end even if the front end leaves: a file that is half written serves nobody."""
+        """Replies, in this thread, once the engine is done, which may be in a later step.
+
+        What was begun goes on to its end even if the front end leaves: a file that is half written serves nobody.
+        """
         try:
             future = self._engine.session(message.action, message.session_id)
         except Exception as error:  # as if it came with the future: it concerns nobody else
