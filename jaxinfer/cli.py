@@ -100,6 +100,17 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         help="use keys and values of earlier requests again where prompts begin alike (default: yes)",
     )
+    group.add_argument(
+        "--kv-host-gib",
+        "--kv-offloading-size",
+        type=float,
+        help="GiB of pinned host memory for pages that leave the device (default 0: none)",
+    )
+    group.add_argument("--kv-disk-dir", help="folder for pages that leave the host's memory, and for sessions")
+    group.add_argument("--kv-disk-gib", type=float, help="most GiB in that folder (default 64)")
+    group.add_argument(
+        "--step-timeout-s", type=float, help="a step that takes longer fails its requests, in seconds (default 300)"
+    )
     group.add_argument("--tensor-parallel-size", "-tp", type=int, help="devices that the model is split over")
     group.add_argument("--seed", type=int, help="of random weights")
     group.add_argument("--compile-cache-dir", help="folder for compiled steps; empty: none")

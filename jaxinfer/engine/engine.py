@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import logging
 import time
+from concurrent.futures import Future
 
 from jaxinfer.runner.runner import InFlight, ModelRunner, StuckStep
 from jaxinfer.scheduler.plan import StepResult
 from jaxinfer.scheduler.scheduler import Scheduler
-from jaxinfer.types import EngineInfo, EngineStats, FinishReason, Request, TokenEvent
+from jaxinfer.types import (
+    EngineInfo,
+    EngineStats,
+    FinishReason,
+    InvalidRequest,
+    Request,
+    SessionAction,
+    SessionInfo,
+    TokenEvent,
+)
 
 MAX_FAILURES = 3
 """Steps that may fail one after the other; the next ends the engine."""
@@ -48,6 +58,21 @@ class Engine:
     def abort(self, request_id: str) -> TokenEvent | None:
         """Ends a request and frees its pages at once. None if it is not running or waiting."""
         return self._scheduler.abort(request_id)
+
+    def session(self, action: SessionAction, session_id: str) -> Future[SessionInfo]:
+        """Does something with a session. The future is resolved in this thread, in this call or in a later `step`.
+
+        Its error is UnknownSession, InvalidRequest, or RuntimeError where the disk failed.
+        """
+        done: Future[SessionInfo] = Future()
+        done.set_exception(
+            InvalidRequest(
+                f"{action} of session {session_id!r}: there is no disk tier; start with --kv-host-gib (above 0) and "
+                "--kv-disk-dir",
+                code="no_disk_tier",
+            )
+        )
+        return done
 
     def step(self) -> list[TokenEvent]:
         """Launches the next step, then waits for the one before it and returns what that one did.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import gc
 import os
 import queue
@@ -15,6 +16,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, NoReturn
 
 from jaxinfer.engine.channel import (
@@ -24,13 +26,16 @@ from jaxinfer.engine.channel import (
     Failed,
     GetStats,
     Ready,
+    SessionCommand,
+    SessionError,
+    SessionReply,
     Stats,
     Step,
     Submit,
     ToEngine,
     decode_to_engine,
 )
-from jaxinfer.types import FinishReason, QueueFull, TokenEvent
+from jaxinfer.types import FinishReason, QueueFull, SessionInfo, TokenEvent
 
 if TYPE_CHECKING:  # the front end's side of this package never loads JAX
     from jaxinfer.engine.engine import Engine
@@ -208,6 +213,32 @@ class _Loop:
             case GetStats():
                 with contextlib.suppress(OSError):
                     front_end.channel.put(Stats(self._engine.stats()))
+            case SessionCommand():
+                self._command(front_end, message)
+
+    def _command(self, front_end: _FrontEnd, message: SessionCommand) -> None:
+        """Replies, in this thread, once the engine is done, which may be in a later step.
+
+        What was begun goes on to its end even if the front end leaves: a file that is half written serves nobody.
+        """
+        try:
+            future = self._engine.session(message.action, message.session_id)
+        except Exception as error:  # as if it came with the future: it concerns nobody else
+            self._send_reply(front_end, SessionReply(message.number, error=SessionError.of(error)))
+        else:
+            future.add_done_callback(functools.partial(self._reply, front_end, message.number))
+
+    def _reply(self, front_end: _FrontEnd, number: int, done: Future[SessionInfo]) -> None:
+        error = done.exception()
+        if error is None:
+            self._send_reply(front_end, SessionReply(number, info=done.result()))
+        else:
+            self._send_reply(front_end, SessionReply(number, error=SessionError.of(error)))
+
+    def _send_reply(self, front_end: _FrontEnd, reply: SessionReply) -> None:
+        if front_end in self._front_ends:
+            with contextlib.suppress(OSError):  # it is gone, and the inbox will say so
+                front_end.channel.put(reply)
 
     def _submit(self, front_end: _FrontEnd, message: Submit) -> None:
         request, number = message.request, message.number
