@@ -195,7 +195,8 @@ class Bench:
         given = bench_agent.parse([*own, *shlex.split(args.agent_flags)])
         names = bench_agent.Trace.__dataclass_fields__
         said: dict[str, Any] = {name: getattr(given, name) for name in names}
-        trace = bench_agent.Trace(**said | {"tool_len": tuple(given.tool_len)})
+        said["tool_len"] = tuple(given.tool_len)
+        trace = bench_agent.Trace(**said)
         work = bench_agent.run(trace, url, args.model_name, tool_s=given.tool_seconds)
         run = asyncio.run(work, loop_factory=uvloop.new_event_loop)
         bench_agent.show(run)

@@ -224,10 +224,19 @@ class Streams:
     """Streams that decode until they are stopped."""
 
     def __init__(self, client: Client, num_streams: int, output_len: int):
-        payloads = (client.payload(STREAM_INPUT, output_len) for _ in itertools.count())
+        self._first = [client.payload(STREAM_INPUT) for _ in range(num_streams)]
         self._connections = [Connection(client.base_url) for _ in range(num_streams)]
         self._measured: list[Measured] = []
-        self._tasks = [asyncio.create_task(self._run(one, payloads)) for one in self._connections]
+        self._payloads = (client.payload(STREAM_INPUT, output_len) for _ in itertools.count())
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Returns once every stream had a first, short answer. CaseError if one failed."""
+        pairs = zip(self._connections, self._first, strict=True)
+        for one in await asyncio.gather(*(connection.complete(payload) for connection, payload in pairs)):
+            if one.error is not None:
+                raise CaseError(f"a stream failed: {one.error}")
+        self._tasks = [asyncio.create_task(self._run(one, self._payloads)) for one in self._connections]
 
     async def _run(self, connection: Connection, payloads: Iterator[bytes]) -> None:
         for payload in payloads:
@@ -290,6 +299,7 @@ async def decode(client: Client, case: DecodeCase) -> dict[str, Any]:
         await client.ask(payload)
     streams, windows = Streams(client, case.streams, case.output_len), {}
     try:
+        await streams.start()
         await asyncio.sleep(case.settle_s)
         for kind, payloads in (kinds | {"quiet_after": ()}).items():
             if kind == "device":  # the streams may have pushed them out
