@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,6 +26,7 @@ from jaxinfer.config import ConfigError, EngineConfig, SchedulerLimits
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.loop import engine_main
 from jaxinfer.found import Found, find_model
+from jaxinfer.kv_tiers import open_disk, tier_sizes
 from jaxinfer.models import registry
 from jaxinfer.models.model import Model, ModelError
 from jaxinfer.params import Params, abstract_params, num_bytes, random_params
@@ -33,9 +35,11 @@ from jaxinfer.runner import cache
 from jaxinfer.runner.buckets import Bucket, make_buckets
 from jaxinfer.runner.compiled import compile_programs, largest_temp_bytes
 from jaxinfer.runner.disk_cache import DiskCache, is_private
+from jaxinfer.runner.disk_pages import DiskPages
 from jaxinfer.runner.executables import Executables
 from jaxinfer.runner.runner import ModelRunner
 from jaxinfer.runner.step import StepBuilder
+from jaxinfer.scheduler.kv_cache import KvCache
 from jaxinfer.scheduler.scheduler import Scheduler
 from jaxinfer.sharding import rules
 from jaxinfer.text.tokenizer import Tokenizer
@@ -55,6 +59,9 @@ CALM_STEPS, CALM_ROWS = 2, 32
 REFUSALS = (ConfigError, CheckpointError, ModelError, rules.ShardingError, cache.PoolError)
 """What whoever asks for an engine can put right: the message says it all. Other errors are faults."""
 
+HOST_RESERVE_GIB, DEFAULT_HOST_GIB = 4, 64
+"""Of pinned host memory: for what comes and goes beside the KV cache; XLA's own limit."""
+
 log = logging.getLogger(__name__)
 
 
@@ -73,7 +80,8 @@ def build_engine(config: EngineConfig, found: Found | None = None, *, show_progr
     executables = Executables(_open_executables(config), checkpoint.config)
     check_tensors(checkpoint, builder.model)
     with contextlib.closing(Progress(show_progress, SHARES)) as progress, _out_of_memory_explained(config):
-        builder, runner = _load_and_compile(config, builder, executables, checkpoint, progress)
+        builder, runner, disk = _load_and_compile(config, builder, executables, checkpoint, progress)
+    tiers = tier_sizes(config, builder)
     limits = SchedulerLimits(
         max_model_len=builder.shape.max_model_len,
         page_size=config.page_size,
@@ -84,6 +92,12 @@ def build_engine(config: EngineConfig, found: Found | None = None, *, show_progr
         calm_mixed_tokens=_calm_mixed_tokens(buckets, runner.times_ms, mesh),
         max_waiting=config.max_waiting,
         prefix_caching=config.enable_prefix_caching,
+        num_frames=tiers.num_frames,
+        frame_pages=max(tiers.frame_pages, 1),
+        restore_ms=runner.restore_ms,
+        compute_ms=min(ms / bucket.tokens for bucket, ms in runner.times_ms.items()),
+        num_disk_pages=tiers.num_disk_pages,
+        fingerprint=disk.fingerprint if disk else "",
     )
     info = EngineInfo(
         model=config.model,
@@ -95,8 +109,11 @@ def build_engine(config: EngineConfig, found: Found | None = None, *, show_progr
         num_pages=limits.num_pages,
         max_num_seqs=limits.max_num_seqs,
         prefix_caching=limits.prefix_caching,
+        num_host_pages=tiers.num_frames * tiers.frame_pages,
+        has_disk_tier=disk is not None,
     )
-    return Engine(runner, Scheduler(limits), info, step_timeout_s=config.step_timeout_s)
+    kept = KvCache(limits, disk.pages(), disk.manifests()) if disk else KvCache(limits)
+    return Engine(runner, Scheduler(limits, kept), info, step_timeout_s=config.step_timeout_s)
 
 
 def make_builder(config: EngineConfig, checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> StepBuilder:
@@ -166,8 +183,8 @@ def _load_and_compile(
     executables: Executables,
     checkpoint: Checkpoint,
     progress: Progress,
-) -> tuple[StepBuilder, ModelRunner]:
-    """The builder with its pool sized, and the runner. Weights are loaded while programs are compiled or fetched.
+) -> tuple[StepBuilder, ModelRunner, DiskPages | None]:
+    """The builder with its pool sized, the runner, and the disk tier's files. Weights are loaded while programs are compiled or fetched.
 
     Programs need only the shapes of the weights. Tracing stays on this thread, which has the caller's contexts of JAX.
     """
@@ -188,16 +205,22 @@ def _load_and_compile(
             return largest_temp_bytes(builder, params, executables, progress, loading.check)
 
         sized = size_pool(config, builder, temp_bytes)
+        tiers = tier_sizes(config, sized)
+        sized = dataclasses.replace(sized, frame_pages=tiers.frame_pages)
+        disk = open_disk(config, checkpoint, sized)
         programs = compile_programs(sized, params, executables, progress, loading.check)
         loaded = loading.result()
     try:
-        return sized, ModelRunner(sized, loaded, programs, progress)
+        runner = ModelRunner(sized, loaded, programs, progress, num_frames=tiers.num_frames, disk=disk)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" in str(error) or not executables.discard_fetched(str(error).splitlines()[0]):
             raise
         log.warning("all steps are compiled anew")
+    else:
+        return sized, runner, disk
     programs = compile_programs(sized, params, executables, progress)
-    return sized, ModelRunner(sized, loaded, programs, progress)
+    runner = ModelRunner(sized, loaded, programs, progress, num_frames=tiers.num_frames, disk=disk)
+    return sized, runner, disk
 
 
 @contextlib.contextmanager
@@ -218,6 +241,8 @@ def _out_of_memory_explained(config: EngineConfig) -> Iterator[None]:
 def set_up_jax(config: EngineConfig) -> None:
     """Process-wide settings, made before the first array: memory share and the cache of compiled steps."""
     os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", str(config.gpu_memory_utilization))
+    host_gib = math.ceil(config.kv_host_gib) + HOST_RESERVE_GIB
+    os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(max(host_gib, DEFAULT_HOST_GIB)))
     directory = _cache_dir(config)
     if directory and not is_private(directory):  # JAX, too, runs what is in it
         jax.config.update("jax_compilation_cache_dir", None)

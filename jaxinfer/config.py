@@ -148,6 +148,7 @@ class SchedulerLimits:
     restore_ms: float = 0.0  # to copy a frame from the host to the device
     compute_ms: float = 0.0  # to compute the keys and values of a token anew
     num_disk_pages: int = 0  # with 0 there is no disk tier
+    fingerprint: str = ""  # of the model, in the names of pages on disk
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

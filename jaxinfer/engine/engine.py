@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from concurrent.futures import Future
@@ -18,6 +19,7 @@ from jaxinfer.types import (
     SessionAction,
     SessionInfo,
     TokenEvent,
+    UnknownSession,
 )
 
 MAX_FAILURES = 3
@@ -45,6 +47,7 @@ class Engine:
         self._num_stuck_steps = 0
         self._num_nan_requests = 0
         self._failures = 0  # since a step last succeeded
+        self._saves: dict[str, list[Future[SessionInfo]]] = {}  # of sessions, by their ids
 
     @property
     def has_work(self) -> bool:
@@ -64,15 +67,33 @@ class Engine:
 
         Its error is UnknownSession, InvalidRequest, or RuntimeError where the disk failed.
         """
-        done: Future[SessionInfo] = Future()
-        done.set_exception(
-            InvalidRequest(
-                f"{action} of session {session_id!r}: there is no disk tier; start with --kv-host-gib (above 0) and "
-                "--kv-disk-dir",
-                code="no_disk_tier",
-            )
-        )
+        sessions, done = self._scheduler.cache.sessions, Future[SessionInfo]()
+        try:
+            match action:
+                case SessionAction.SAVE:
+                    sessions.save(session_id)
+                    self._saves.setdefault(session_id, []).append(done)
+                case SessionAction.LOAD:
+                    done.set_result(self._told(sessions.load(session_id)))
+                case SessionAction.MANIFEST:
+                    done.set_result(self._told(sessions.info(session_id)))
+                case SessionAction.DELETE:
+                    done.set_result(self._told(sessions.delete(session_id)))
+        except (UnknownSession, InvalidRequest) as error:
+            done.set_exception(error)
         return done
+
+    def _told(self, info: SessionInfo) -> SessionInfo:
+        """With what the scheduler does not know."""
+        return dataclasses.replace(info, model=self.info.model, num_bytes=info.num_bytes * self._runner.page_bytes)
+
+    def _resolve_saves(self) -> None:
+        for session_id, outcome in self._scheduler.cache.sessions.take_outcomes():
+            for done in self._saves.pop(session_id, ()):
+                if isinstance(outcome, Exception):
+                    done.set_exception(outcome)
+                else:
+                    done.set_result(self._told(outcome))
 
     def step(self) -> list[TokenEvent]:
         """Launches the next step, then waits for the one before it and returns what that one did.
@@ -81,6 +102,13 @@ class Engine:
         goes on with the device's state made anew; the one after MAX_FAILURES in a row raises its error. A step whose
         logits are not numbers ends the requests that are at fault, and the others are computed again.
         """
+        try:
+            for done in self._runner.transferred():
+                self._scheduler.transferred(done)
+                self._idle_since_s = None
+            self._resolve_saves()
+        except Exception as error:
+            return self._recover(error)
         plan = self._scheduler.next_plan()
         finished, self._in_flight = self._in_flight, None
         if plan is None and finished is None:
@@ -129,7 +157,7 @@ class Engine:
         if self._idle_since_s is None:
             self._idle_since_s = now_s
         if now_s - self._idle_since_s <= self._step_timeout_s:
-            time.sleep(IDLE_S)
+            self._runner.wait_for_transfer(IDLE_S)
             return []
         self._idle_since_s = None
         self._num_stuck_steps += 1
@@ -144,18 +172,27 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """A snapshot. When nothing runs, it also checks that every page came back; the cache may keep any of them."""
-        s = self._scheduler
-        if not self.has_work and s.pool.num_used:
-            raise RuntimeError(f"nothing runs, but {s.pool.num_used} pages are held")
+        s, cache = self._scheduler, self._scheduler.cache
+        if not self.has_work and cache.pool.num_used:
+            raise RuntimeError(f"nothing runs, but {cache.pool.num_used} pages are held")
         return EngineStats(
             num_running=s.num_running,
             num_waiting=s.num_waiting,
-            num_pages_used=s.pool.num_used,
-            num_pages_cached=s.pool.num_cached,
+            num_pages_used=cache.pool.num_used,
+            num_pages_cached=cache.pool.num_cached,
             num_pages=self.info.num_pages,
+            num_host_pages_used=cache.host.num_pages_used,
+            num_host_pages=cache.host.num_pages,
+            num_disk_pages_used=cache.disk.num_used,
+            num_restoring=s.num_restoring,
+            num_sessions=len(cache.sessions),
+            num_offloaded_pages=cache.tiers.num_offloaded,
+            num_restored_pages=cache.prefix.num_restored,
+            num_disk_writes=self._runner.num_disk_writes,
+            num_disk_reads=self._runner.num_disk_reads,
             prompt_tokens=s.prompt_tokens,
             cached_prompt_tokens=s.cached_prompt_tokens,
-            num_evictions=s.num_evictions,
+            num_evictions=cache.prefix.num_evictions,
             generation_tokens=s.generation_tokens,
             num_preemptions=s.num_preemptions,
             num_steps=s.num_steps,

@@ -54,6 +54,8 @@ class Programs(NamedTuple):
     read_logprobs: Any  # DeviceState.logprobs -> a copy for the host
     set_up_slot: Any  # (state, packed history) -> state
     set_up_prefix: Any  # (state, packed prefix) -> state
+    gather_frame: Any = None  # (k_pages, v_pages, pages) -> frame; None: there is no host tier
+    scatter_frame: Any = None  # (state, frame, pages) -> state
 
 
 def compile_programs(
@@ -181,13 +183,21 @@ def small_programs(builder: StepBuilder) -> dict[str, Program]:
     def read(array: jax.Array) -> jax.Array:
         return jnp.where(True, array, 0)  # computed, since an identity would hand out the donated buffer itself
 
-    found = (
+    found: tuple[Program, ...] = (
         Program("stage", stage, (staged, staged), staged, donated=(0,), options=options),
         Program("read_tokens", read, (state.last_token,), state.last_token, options=options),
         Program("read_logprobs", read, (state.logprobs,), state.logprobs, options=options),
         Program("set_up_slot", builder.set_up_slot, (state, history), state, donated=(0,), options=options),
         Program("set_up_prefix", builder.set_up_prefix, (state, prefix), state, donated=(0,), options=options),
     )
+    if builder.frame_pages:
+        pages, frame = builder.replicated((builder.frame_pages,), jnp.int32), builder.abstract_frame
+        pools = state.k_pages, state.v_pages
+        into = (state, frame, pages)
+        found += (
+            Program("gather_frame", builder.gather_frame, (*pools, pages), frame, options=options),
+            Program("scatter_frame", builder.scatter_frame, into, state, donated=(0,), options=options),
+        )
     return {program.name: program for program in found}
 
 

@@ -27,9 +27,8 @@ import numpy as np
 from jaxinfer.config import ConfigError
 from jaxinfer.runner import page_file
 from jaxinfer.runner.disk_cache import make_private, open_own
-from jaxinfer.runner.page_file import DiskPage, PageFault, PageLayout, page_key
-
-__all__ = ["DiskPage", "DiskPages", "page_key"]
+from jaxinfer.runner.page_file import PageFault, PageLayout
+from jaxinfer.scheduler.plan import DiskPage
 
 log = logging.getLogger(__name__)
 
@@ -105,6 +104,11 @@ class DiskPages:
         if self._lock_fd >= 0:
             os.close(self._lock_fd)
             self._lock_fd = -1
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the model, in the names of its pages."""
+        return self._layout.fingerprint
 
     @property
     def num_bytes(self) -> int:

@@ -13,7 +13,6 @@ import json
 import os
 import struct
 import zlib
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -21,6 +20,7 @@ import ml_dtypes  # noqa: F401  NumPy knows bfloat16 by name once this is loaded
 import numpy as np
 
 from jaxinfer.runner.disk_cache import open_own
+from jaxinfer.scheduler.plan import DiskPage, page_key
 
 VERSION = 1
 BLOCK_BYTES = 4096
@@ -29,15 +29,6 @@ MAX_HEADER_BYTES = 2**20
 """What a damaged length cannot go beyond."""
 _MAGIC = b"jaxinfer kv page"
 _START = struct.Struct("<16sII32s")  # magic, version, bytes of the header, digest of these and of the header
-
-
-class DiskPage(NamedTuple):
-    """Which tokens a page is of."""
-
-    key: str  # `page_key` of the rest
-    parent: str | None  # key of the page before it; None: it is a sequence's first
-    salt: str
-    tokens: tuple[int, ...]  # those on this page
 
 
 class PageLayout(NamedTuple):
@@ -75,12 +66,6 @@ class Header(NamedTuple):
     page: DiskPage
     data_crc: int
     num_bytes: int  # of the header's blocks: where the data begins
-
-
-def page_key(fingerprint: str, salt: str, parent_key: str | None, tokens: Sequence[int]) -> str:
-    """SHA-256, as 64 hexadecimal digits, of a page's model, salt, tokens, and of all tokens before them."""
-    told = json.dumps([fingerprint, salt, parent_key, list(tokens)], separators=(",", ":"))
-    return hashlib.sha256(told.encode()).hexdigest()
 
 
 def encode(layout: PageLayout, page: DiskPage, data: np.ndarray) -> tuple[bytes, memoryview]:

@@ -16,8 +16,10 @@ from jaxinfer.params import Params
 from jaxinfer.runner import cache, inputs, sampling
 from jaxinfer.runner.buckets import Bucket, choose
 from jaxinfer.runner.compiled import Programs, Progress
+from jaxinfer.runner.disk_pages import DiskPages
+from jaxinfer.runner.host_pages import HostPages
 from jaxinfer.runner.step import StepBuilder
-from jaxinfer.scheduler.plan import CachedPrefix, PrefillChunk, StepPlan, StepResult
+from jaxinfer.scheduler.plan import CachedPrefix, PrefillChunk, StepPlan, StepResult, Transferred
 from jaxinfer.types import TokenLogprobs
 
 WARM_UP_RUNS = {"cpu": 1, "gpu": 3}
@@ -49,8 +51,17 @@ class InFlight(NamedTuple):
 class ModelRunner:
     """Parameters, state and compiled programs of one model on one mesh. Ready once made."""
 
-    def __init__(self, builder: StepBuilder, params: Params, programs: Programs, progress: Progress):
-        """Warms up: every program runs. The state is zeros."""
+    def __init__(
+        self,
+        builder: StepBuilder,
+        params: Params,
+        programs: Programs,
+        progress: Progress,
+        *,
+        num_frames: int = 0,
+        disk: DiskPages | None = None,
+    ):
+        """Warms up: every program runs. The state is zeros. num_frames, disk: what is behind the device's pools."""
         self._builder = builder
         self._params = params
         self._programs = programs
@@ -58,6 +69,13 @@ class ModelRunner:
         hole_bytes = max(cache.HOLE_BYTES, self._staged.nbytes, self._state.logprobs.nbytes)
         self._around_holes = cache.make_holes(hole_bytes) if builder.platform != "cpu" else []
         self._counter = CompilationCounter()
+        self._host: HostPages | None = None
+        self.restore_ms = 0.0
+        """What it takes to copy a frame from the host to the device."""
+        if num_frames:
+            progress("warming up the host tier", 0, 1)
+            self._host = HostPages(programs.gather_frame, programs.scatter_frame, builder.abstract_frame, disk)
+            self._state, self.restore_ms = self._host.warm_up(self._state, num_frames)
         self.times_ms = self._warm_up(progress)
         """Of each bucket, full of padding: the median of the runs that replayed its graph, in ms."""
 
@@ -66,12 +84,37 @@ class ModelRunner:
         """Compilations in `launch`; any one stalls every stream, so it stays 0."""
         return self._counter.count
 
-    def launch(self, plan: StepPlan) -> InFlight:
-        """Starts a step and returns without waiting for it. Steps run in the order of their launches."""
-        bucket = choose(self._builder.buckets, decode=not plan.prefills, tokens=plan.num_tokens, rows=plan.num_rows)
+    @property
+    def page_bytes(self) -> int:
+        """Of a page, on all devices together."""
+        shape = self._builder.shape
+        return cache.token_bytes(shape.cache, shape.dtype) * shape.page_size
+
+    @property
+    def num_disk_writes(self) -> int:
+        """Pages written to disk."""
+        return self._host.num_disk_writes if self._host else 0
+
+    @property
+    def num_disk_reads(self) -> int:
+        """Pages read from disk."""
+        return self._host.num_disk_reads if self._host else 0
+
+    def launch(self, plan: StepPlan) -> InFlight | None:
+        """Starts a step and returns without waiting for it; None for a plan without rows, which has no step.
+
+        Steps run in the order of their launches.
+        """
         with self._counter:
+            if plan.transfers:
+                assert self._host is not None
+                self._host.begin(self._state, plan.transfers)
             for prefix in plan.prefixes:
                 self._set_up_prefix(prefix)
+            if not plan.num_rows:
+                return None
+            buckets, decode = self._builder.buckets, not plan.prefills
+            bucket = choose(buckets, decode=decode, tokens=plan.num_tokens, rows=plan.num_rows)
             for chunk in plan.prefills:
                 if chunk.history is not None and (chunk.request.has_penalties or chunk.request.logit_bias):
                     self._set_up_slot(chunk)
@@ -93,14 +136,33 @@ class ModelRunner:
         logprobs = {slot: TokenLogprobs(chosen, tuple(zip(ids, top, strict=True))) for slot, chosen, ids, top in rows}
         return StepResult(plan.step, sampled, logprobs)
 
+    def transferred(self) -> list[Transferred]:
+        """The transfers that have ended. What they brought is there for whatever is launched from now on."""
+        if self._host is None:
+            return []
+        with self._counter:
+            self._state, done = self._host.finish(self._state)
+        return done
+
+    def wait_for_transfer(self, timeout_s: float) -> None:
+        """Returns when `transferred` has something to do, or after that time."""
+        if self._host is None:
+            time.sleep(timeout_s)
+        else:
+            self._host.wait(timeout_s)
+
     def reset(self) -> None:
         """Makes the state anew, all zeros: after a step that failed, what was donated to it may be lost."""
+        if self._host is not None:
+            self._host.lose_device()
         del self._state, self._staged  # first, since there may be no room for both
         self._make_state()
 
     def close(self) -> None:
         """Gives up the device's memory. Nothing can be launched any more."""
         self._counter.close()
+        if self._host is not None:
+            self._host.close()
         del self._programs, self._params, self._state, self._staged, self._around_holes
 
     def _make_state(self) -> None:

@@ -56,6 +56,7 @@ class StepBuilder:
     mesh: Mesh
     buckets: tuple[Bucket, ...]
     axis_rules: Mapping[str, str] = dataclasses.field(default_factory=lambda: rules.TENSOR_PARALLEL)
+    frame_pages: int = 0  # G, pages that travel to the host and back at once; 0: there is no host tier
 
     @property
     def platform(self) -> str:
@@ -77,6 +78,15 @@ class StepBuilder:
         """The buffer that inputs are staged in: as long as the largest bucket needs."""
         size = max(inputs.packed_size(bucket, self.shape.page_size) for bucket in self.buckets)
         return self.replicated((size,), jnp.int32)
+
+    @property
+    def abstract_frame(self) -> jax.ShapeDtypeStruct:
+        """A frame [2, L, G, S, K, E] on the device: keys and values of G pages."""
+        pool = self.abstract_state.k_pages
+        num_layers, _, *page = pool.shape
+        assert isinstance(pool.sharding, NamedSharding)
+        sharding = NamedSharding(self.mesh, PartitionSpec(None, *pool.sharding.spec))
+        return jax.ShapeDtypeStruct((2, num_layers, self.frame_pages, *page), pool.dtype, sharding=sharding)
 
     def replicated(self, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.ShapeDtypeStruct:
         """An array of which every device has a copy."""
@@ -158,6 +168,19 @@ class StepBuilder:
             k_pages=copy(state.k_pages),
             v_pages=copy(state.v_pages),
         )
+
+    def gather_frame(self, k_pages: jax.Array, v_pages: jax.Array, pages: jax.Array) -> jax.Array:
+        """A frame of pages [G]. The pools are not donated."""
+        return jnp.stack([k_pages[:, pages], v_pages[:, pages]])
+
+    def scatter_frame(self, state: DeviceState, frame: jax.Array, pages: jax.Array) -> DeviceState:
+        """Puts the pages of a frame where `pages` [G] says, 0 for those that are not wanted. The state is donated."""
+
+        def put(pool: jax.Array, found: jax.Array) -> jax.Array:
+            # Unique but for page 0, in which nobody reads.
+            return pool.at[:, pages].set(found, unique_indices=True, mode="promise_in_bounds")
+
+        return state.replace(k_pages=put(state.k_pages, frame[0]), v_pages=put(state.v_pages, frame[1]))
 
     def _run(self, params: Params, state: DeviceState, step: inputs.StepInputs, tensor_axis: str | None) -> DeviceState:
         state = self._update(state, step)

@@ -30,7 +30,12 @@ class HostTier:
     @property
     def has_free(self) -> bool:
         """Whether a frame can be filled now."""
-        return len(self._free) > self.num_reserved
+        return self.num_free > self.num_reserved
+
+    @property
+    def num_free(self) -> int:
+        """Frames that are not filled."""
+        return len(self._free)
 
     def oldest(self) -> Frame | None:
         """The frame to be given up next; None if all are locked, or there are none."""

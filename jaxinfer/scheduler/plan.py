@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import NamedTuple
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from jaxinfer.types import Request, TokenLogprobs
 
@@ -53,10 +55,16 @@ class CachedPrefix(NamedTuple):
 class DiskPage(NamedTuple):
     """A page that is on disk, or is to be: its file is found by `key`, and known by all the rest."""
 
-    key: str
-    parent: str | None  # key of the page before it
+    key: str  # `page_key` of the rest
+    parent: str | None  # key of the page before it; None: it is a sequence's first
     salt: str
-    tokens: tuple[int, ...]
+    tokens: tuple[int, ...]  # those on this page
+
+
+def page_key(fingerprint: str, salt: str, parent_key: str | None, tokens: Sequence[int]) -> str:
+    """SHA-256, as 64 hexadecimal digits, of a page's model, salt, tokens, and of all tokens before them."""
+    told = json.dumps([fingerprint, salt, parent_key, list(tokens)], separators=(",", ":"))
+    return hashlib.sha256(told.encode()).hexdigest()
 
 
 class Offload(NamedTuple):
@@ -96,14 +104,28 @@ class Delete(NamedTuple):
     pages: Sequence[DiskPage]
 
 
-Transfer = Offload | Restore | Save | Fetch | Delete
+class SaveSession(NamedTuple):
+    """Writes what a session is made of, as JSON, once all writes before are done. Its end is told by the ticket."""
+
+    ticket: int
+    session_id: str
+    manifest: Mapping[str, Any]
+
+
+class DeleteSession(NamedTuple):
+    """Deletes that from disk."""
+
+    session_id: str
+
+
+Transfer = Offload | Restore | Save | Fetch | Delete | SaveSession | DeleteSession
 
 
 class Transferred(NamedTuple):
     """A transfer with a ticket is done. For Restore: its copies are queued before whatever is launched from now on."""
 
     ticket: int
-    failed: frozenset[str] = frozenset()  # keys of pages that could not be written or read
+    failed: frozenset[str] = frozenset()  # keys of pages, or ids of sessions, that could not be written or read
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

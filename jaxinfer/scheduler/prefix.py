@@ -29,11 +29,10 @@ from collections.abc import Iterable, Sequence
 from itertools import chain, islice
 from typing import NamedTuple
 
-from jaxinfer.scheduler.disk_tier import DiskTier
-from jaxinfer.scheduler.host_tier import HostTier
 from jaxinfer.scheduler.pages import PageError, PagePool
-from jaxinfer.scheduler.plan import Delete, Fetch, Offload, Restore, Save, Transfer, Transferred
-from jaxinfer.scheduler.tree import Frame, Node, Tokens, check_below
+from jaxinfer.scheduler.plan import Restore, Transferred
+from jaxinfer.scheduler.tiers import Tiers
+from jaxinfer.scheduler.tree import Node, Tokens, Tree
 
 
 class Hit(NamedTuple):
@@ -61,66 +60,45 @@ class Grant(NamedTuple):
 class PrefixCache:
     """The tree, and the order in which its pages are given up. Its pages are of `pool`, which counts their holders."""
 
-    def __init__(self, pool: PagePool, page_size: int, host: HostTier | None = None, disk: DiskTier | None = None):
-        """`page_size`: tokens."""
+    def __init__(self, pool: PagePool, tree: Tree, tiers: Tiers):
         self.pool = pool
-        self.page_size = page_size
-        self.host = host or HostTier(0, 1)
-        self.disk = disk or DiskTier(0)
+        self.page_size = tree.page_size
         self.num_evictions = 0  # pages of the device that were given to others
-        self.num_added = 0  # pages that ever entered the tree or came nearer: while it is the same, no hit gets better
-        self.num_offloaded = 0  # pages, to the host
-        self.num_restored = 0  # pages, from the host
-        self._roots: dict[str, Node] = {}  # by salt; those with children
+        self.num_added = 0  # pages that ever entered the tree: while it is the same, no hit becomes longer
+        self.num_restored = 0  # pages, from the host to the device
+        self._tree = tree
+        self._tiers = tiers
         self._nodes: dict[int, Node] = {}  # by page of the device
         self._unheld: OrderedDict[int, None] = OrderedDict()  # pages of nodes that none holds, last used last
         self._unheld_pinned: OrderedDict[int, None] = OrderedDict()  # likewise, of those that sessions pin
-        self._transfers: list[Transfer] = []  # for the plan that is being made
         self._arriving: dict[int, tuple[list[Node], list[int]]] = {}  # by ticket: nodes, and the pages that it holds
-        self._fetching: dict[int, tuple[Frame, list[Node]]] = {}  # by ticket
-        self._saving: dict[int, list[Node]] = {}  # by ticket
-        self._num_tickets = 0
 
     @property
-    def has_work(self) -> bool:
-        """Whether a transfer waits to be planned, or its end to be told."""
-        return bool(self._transfers or self._arriving or self._fetching or self._saving)
-
-    def take_transfers(self) -> list[Transfer]:
-        """What has to be done before the rows of the plan that is being made, in this order."""
-        transfers, self._transfers = self._transfers, []
-        return transfers
-
-    # What sequences ask for
+    def is_restoring(self) -> bool:
+        """Whether pages are on their way from the host."""
+        return bool(self._arriving)
 
     def match(self, salt: str, tokens: Sequence[int], step: int) -> Hit:
         """The longest beginning of `tokens` that the cache has for a sequence admitted in plan `step`.
 
         The copy of a page is made before the step runs, so only a page that an earlier plan fills can be copied.
         """
-        node, child, size, start, common = self._roots.get(salt), None, self.page_size, 0, 0
-        found: list[Node] = []
-        while node is not None:
-            child, common = node.closest(tuple(tokens[start : start + size]))
-            if child is None or common < size:
-                break
-            found.append(child)
-            node, start = child, start + size
+        found, child, common = self._tree.walk(salt, tokens)
         num_here = next((i for i, node in enumerate(found) if not node.page), len(found))
         pages = [node.page for node in found[:num_here]]
         num_unheld = sum(not self.pool.is_held(page) for page in pages)
         below = found[num_here:]
         num_near = next((i for i, node in enumerate(below) if node.frame is None or node.frame.num_locks), len(below))
+        hit = Hit((num_here + num_near) * self.page_size, pages, None, num_unheld, below[:num_near])
         if num_near < len(below):
-            return Hit((num_here + num_near) * size, pages, None, num_unheld, below[:num_near], None, below[num_near:])
-        hit = Hit(start, pages, None, num_unheld, below)
+            return hit._replace(fetched=below[num_near:])
         if child is None:
             return hit
         if child.page:
-            known = child.step < step and child.ticket is None
-            return hit._replace(num_tokens=start + common, source=child.page) if known else hit
+            is_known = child.step < step and child.ticket is None
+            return hit._replace(num_tokens=hit.num_tokens + common, source=child.page) if is_known else hit
         if child.frame is not None and not child.frame.num_locks:
-            return hit._replace(num_tokens=start + common, tail=child)
+            return hit._replace(num_tokens=hit.num_tokens + common, tail=child)
         return hit
 
     def take(self, hit: Hit, num: int) -> Grant:
@@ -143,7 +121,7 @@ class PrefixCache:
         frames = {node.frame.number: node.frame for node in near if node.frame}
         for frame in reversed(frames.values()):
             frame.num_locks += 1  # so that `alloc` does not give it up
-            self.host.touch(frame)
+            self._tiers.host.touch(frame)
         own = self.alloc(num)
         ticket = self._restore(near, own, len(hit.restored), hit.pages)
         for frame in frames.values():
@@ -155,7 +133,7 @@ class PrefixCache:
 
         The transfer holds them until it ends, and by rule 1 those `above` them: the sequence may end before.
         """
-        ticket = self._ticket()
+        ticket = self._tiers.ticket()
         places: dict[int, list[tuple[int, int]]] = {}
         for node, page in zip(near, pages, strict=False):
             assert node.frame is not None
@@ -163,7 +141,7 @@ class PrefixCache:
         for node, page in zip(near[:num_shared], pages, strict=False):
             node.page, node.ticket = page, ticket
             self._nodes[page] = node
-        self._transfers += (Restore(ticket, number, found) for number, found in places.items())
+        self._tiers.transfers += (Restore(ticket, number, found) for number, found in places.items())
         held = [*above, *pages[: len(near)]]
         self.pool.share(held)
         self._arriving[ticket] = list(near[:num_shared]), held
@@ -187,7 +165,7 @@ class PrefixCache:
         """
         if not filled:
             return
-        node = self._nodes.get(pages[filled.start - 1]) if filled.start else self._root(salt)
+        node = self._nodes.get(pages[filled.start - 1]) if filled.start else self._tree.root(salt)
         for i in filled:
             if node is None:
                 return
@@ -203,7 +181,7 @@ class PrefixCache:
         for i in range(-(-len(tokens) // self.page_size)):
             node = self._nodes.get(pages[i])
             if node is None:
-                parent = path[-1] if path else self._root(salt)
+                parent = path[-1] if path else self._tree.root(salt)
                 node = self._add(parent, self._page_tokens(tokens, i), pages[i], step)
             path.append(node)
         self.pool.empty(page for page in self.pool.release(pages) if page not in self._nodes)
@@ -220,134 +198,42 @@ class PrefixCache:
             order[node.page] = None
             order.move_to_end(node.page)
 
-    # From the device to the host and to disk
-
     def _evict(self) -> None:
         """Empties the page used least recently; with a host tier, a frame of them, copied there first."""
-        frame_pages = self.host.frame_pages if self.host.num_frames else 1
-        pages = islice(chain(self._unheld, self._unheld_pinned), frame_pages)
-        victims = [self._nodes[page] for page in pages]
-        if not all(node.frame or node.on_disk for node in victims) and (frame := self._make_frame()):
-            lost = [node for node in victims if node.frame is None]
-            self._offload(lost, frame)
+        tiers = self._tiers
+        num = tiers.host.frame_pages if tiers.host.num_frames else 1
+        victims = [self._nodes[page] for page in islice(chain(self._unheld, self._unheld_pinned), num)]
+        if not all(node.frame or node.on_disk for node in victims) and (frame := tiers.make_frame()):
+            tiers.offload([node for node in victims if node.frame is None], frame)
         for node in victims:
             self._leave_device(node)
         self.num_evictions += len(victims)
-
-    def _offload(self, nodes: Sequence[Node], frame: Frame) -> None:
-        for node in nodes:
-            self.host.put(frame, node)
-        self.num_offloaded += len(nodes)
-        self._transfers.append(Offload(frame.number, [node.page for node in nodes]))
 
     def _leave_device(self, node: Node) -> None:
         page, node.page = node.page, 0
         del self._nodes[page]
         (self._unheld_pinned if page in self._unheld_pinned else self._unheld).pop(page)
         self.pool.empty([page])
-        if not node.is_anywhere:
-            self._remove(node)
+        self._tiers.remove_if_lost(node)
 
-    def _make_frame(self) -> Frame | None:
-        """A frame to fill. What the oldest one has goes to disk, if there is room, or is forgotten."""
-        if not self.host.has_free:
-            oldest = self.host.oldest()
-            if oldest is None:
-                return None
-            self.give_up_frame(oldest)
-        return self.host.take() if self.host.has_free else None
-
-    def give_up_frame(self, frame: Frame) -> None:
-        """Frees a frame of the host."""
-        nodes = [node for node in frame.nodes if node is not None]
-        self.save([node for node in nodes if not node.page])
-        for node in nodes:
-            if node.frame is not None:  # what is below a lost one is lost with it
-                self.host.drop(node)
-                if not node.is_anywhere:
-                    self._remove(node)
-
-    def save(self, nodes: Sequence[Node]) -> int | None:
-        """Has those of `nodes` that are not on disk written there, as far as there is room; all are in one frame.
-
-        Returns the ticket; None if there is nothing to write.
-        """
-        frame = next((node.frame for node in nodes), None)
-        wanted = [node for node in nodes if not node.on_disk]
-        self._make_room_on_disk(len(wanted))
-        wanted = [node for node in wanted if node.frame is frame][: self.disk.num_free]
-        if frame is None or not wanted:
-            return None
-        ticket = self._ticket()
-        for node in wanted:
-            node.on_disk = True
-            self.disk.add(node)
-        self._transfers.append(Save(ticket, frame.number, [(node.index, node.disk_page()) for node in wanted]))
-        self._saving[ticket] = wanted
-        return ticket
-
-    def _make_room_on_disk(self, num: int) -> None:
-        while self.disk.num_free < num and (node := self.disk.oldest()) is not None:
-            self._leave_disk(node)
-
-    def _leave_disk(self, node: Node) -> None:
-        self._transfers.append(Delete([node.disk_page()]))
-        node.on_disk = False
-        self.disk.drop(node)
-        if not node.is_anywhere:
-            self._remove(node)
-
-    def fetch(self, nodes: Sequence[Node]) -> int | None:
-        """Has pages read from disk to the host: a frame of the first of `nodes`. None if that cannot be now."""
-        wanted = list(nodes[: self.host.frame_pages])
-        wanted = wanted[: next((i for i, node in enumerate(wanted) if node.frame or not node.on_disk), len(wanted))]
-        for node in wanted:
-            self.disk.touch(node)
-        if not wanted or not (frame := self._make_frame()):
-            return None
-        wanted = [node for node in wanted if node.on_disk]
-        if not wanted:
-            self.host.free_if_empty(frame)
-            return None
-        ticket = self._ticket()
-        frame.num_locks += 1
-        for node in wanted:
-            self.host.put(frame, node)
-            node.ticket = ticket
-        self._transfers.append(Fetch(ticket, frame.number, [node.disk_page() for node in wanted]))
-        self._fetching[ticket] = frame, wanted
-        return ticket
+    def pin(self, nodes: Sequence[Node], change: int) -> None:
+        """Counts a session more (1) or less (-1) that would like to find these nodes, a path from the top."""
+        for node in reversed(nodes):
+            node.num_pins += change
+            if node.parent is not None:
+                self._let_go(node)
 
     def transferred(self, done: Transferred) -> None:
-        """A transfer with a ticket has ended."""
-        if done.ticket in self._arriving:
-            nodes, pages = self._arriving.pop(done.ticket)
-            for node in nodes:
-                node.ticket = None
-            held = [node for page in reversed(pages) if (node := self._nodes.get(page))]
-            self.pool.empty(page for page in self.pool.release(pages) if page not in self._nodes)
-            for node in held:
-                self._let_go(node)
-        elif done.ticket in self._saving:
-            for node in self._saving.pop(done.ticket):
-                if node.key in done.failed and node.on_disk:
-                    self._leave_disk(node)
-        elif done.ticket in self._fetching:
-            frame, nodes = self._fetching.pop(done.ticket)
-            frame.num_locks -= 1
-            for node in nodes:
-                if node.ticket == done.ticket:
-                    node.ticket = None
-                if node.key in done.failed and node.frame is frame:
-                    self.host.drop(node)
-                    if node.on_disk:
-                        self._leave_disk(node)
-                    elif not node.is_anywhere:
-                        self._remove(node)
-            self.host.free_if_empty(frame)
-            self.num_added += 1
-
-    # What is forgotten
+        """Pages have arrived; other transfers do not concern it."""
+        if done.ticket not in self._arriving:
+            return
+        nodes, pages = self._arriving.pop(done.ticket)
+        for node in nodes:
+            node.ticket = None
+        held = [node for page in reversed(pages) if (node := self._nodes.get(page))]
+        self.pool.empty(page for page in self.pool.release(pages) if page not in self._nodes)
+        for node in held:
+            self._let_go(node)
 
     def clear(self) -> None:
         """Forgets what is on the device and on the host. Sequences keep their pages, alone from now on.
@@ -357,47 +243,18 @@ class PrefixCache:
         for ticket, (_, pages) in self._arriving.items():
             self._arriving[ticket] = [], pages
         unheld = [page for page in self._nodes if not self.pool.is_held(page)]
-        for root in list(self._roots.values()):
-            for node in root.subtree()[1:]:
-                node.page, node.ticket = 0, None
-                if node.frame is not None and not node.frame.num_locks:
-                    self.host.drop(node)
-            for node in root.subtree()[1:]:
-                if not node.is_anywhere and node.parent is not None:
-                    self._remove(node)
+        for node in self._nodes.values():
+            node.page, node.ticket = 0, None
+        self._tiers.lose_host()
+        for node in self._tree.nodes():
+            self._tiers.remove_if_lost(node)
         self._nodes.clear()
         self._unheld.clear()
         self._unheld_pinned.clear()
         self.pool.empty(unheld)
 
-    def _remove(self, node: Node) -> None:
-        """Takes a node that is nowhere out of the tree, and all below it, none of which is on the device."""
-        parent = node.parent
-        assert parent is not None
-        for below in reversed(node.subtree()):
-            assert not below.page
-            if below.frame is not None:
-                self.host.drop(below)
-            if below.on_disk:
-                below.on_disk = False
-                self.disk.drop(below)
-                self._transfers.append(Delete([below.disk_page()]))
-            below.parent = None if below is not node else parent
-        del parent.children[parent.place(node.tokens)]
-        node.parent = None
-        if parent.parent is None and not parent.children and self._roots.get(parent.salt) is parent:
-            del self._roots[parent.salt]
-
-    # The tree
-
     def _page_tokens(self, tokens: Sequence[int], index: int) -> Tokens:
         return tuple(tokens[index * self.page_size : (index + 1) * self.page_size])
-
-    def _root(self, salt: str) -> Node:
-        root = self._roots.get(salt)
-        if root is None:
-            root = self._roots[salt] = Node(salt, None, ())
-        return root
 
     def _add(self, parent: Node, tokens: Tokens, page: int, step: int) -> Node:
         """The child with these tokens, or more: one that is there, or a new one with `page`.
@@ -408,33 +265,21 @@ class PrefixCache:
         if child is not None and common == len(tokens) and (child.page or len(child.tokens) > common):
             return child
         self.num_added += 1
-        if child is not None and common == len(tokens):
-            child.page, child.step, child.ticket = page, step, None
-            self._nodes[page] = child
-            return child
-        new = self._nodes[page] = Node(parent.salt, parent, tokens)
-        new.page, new.step = page, step
-        parent.children.insert(parent.place(tokens), new)
-        if child is not None and common == len(child.tokens):
-            self._forget_leaf(child)  # the beginning of the new one: by rule 3 there is no other
+        is_same = child is not None and common == len(tokens)
+        new = child if child is not None and is_same else self._tree.add(parent, tokens)
+        new.page, new.step, new.ticket = page, step, None
+        self._nodes[page] = new
+        if child is not None and not is_same and common == len(child.tokens):
+            self._forget(child)  # the beginning of the new one: by rule 3 there is no other
         return new
 
-    def _forget_leaf(self, node: Node) -> None:
+    def _forget(self, leaf: Node) -> None:
         """Takes a leaf that none holds from wherever it is."""
-        if node.frame is not None:
-            self.host.drop(node)
-        if node.on_disk:
-            self._transfers.append(Delete([node.disk_page()]))
-            node.on_disk = False
-            self.disk.drop(node)
-        if node.page:
-            self._leave_device(node)
+        self._tiers.forget_copies(leaf)
+        if leaf.page:
+            self._leave_device(leaf)
         else:
-            self._remove(node)
-
-    def _ticket(self) -> int:
-        self._num_tickets += 1
-        return self._num_tickets
+            self._tiers.remove_if_lost(leaf)
 
     def check_integrity(self, holders: Iterable[tuple[str, Sequence[int], Sequence[int]]]) -> None:
         """Raises PageError unless pool, tree, tiers and order agree. holders: of each sequence its salt, the known
@@ -446,13 +291,9 @@ class PrefixCache:
         held = [page for _, _, pages in holders for page in pages]
         held += (page for _, pages in self._arriving.values() for page in pages)
         self.pool.check_integrity(held, [*self._unheld, *self._unheld_pinned])
-        nodes: list[Node] = []
-        for salt, root in self._roots.items():
-            if not root.children:
-                raise PageError(f"salt {salt!r} has no page")
-            nodes += root.subtree()[1:]
-            check_below(root, self.page_size, self.pool)
-        found = {node.page: node for node in nodes if node.page}
+        self._tree.check_integrity(self.pool)
+        self._tiers.check_integrity()
+        found = {node.page: node for node in self._tree.nodes() if node.page}
         if found != self._nodes:
             raise PageError(f"the tree has pages {sorted(found)}, but those by number are {sorted(self._nodes)}")
         for order, pinned in ((self._unheld, False), (self._unheld_pinned, True)):
@@ -464,16 +305,17 @@ class PrefixCache:
         for page, node in found.items():
             if node.parent and place.get(page, -1) > place.get(node.parent.page, len(place)):
                 raise PageError(f"page {page} would be evicted after page {node.parent.page} above it")
-        self.host.check_integrity([node for node in nodes if node.frame])
-        self.disk.check_integrity([node for node in nodes if node.on_disk])
         for salt, tokens, pages in holders:
             self._check_holder(salt, tokens, pages)
 
     def _check_holder(self, salt: str, tokens: Sequence[int], pages: Sequence[int]) -> None:
         """The pages of a sequence that are in the tree are its first ones, and one is below the other."""
-        node = self._roots.get(salt)
+        above: Node | None = None
         for i, page in enumerate(pages):
-            child = self._nodes.get(page)
-            if child is not None and (child.parent is not node or child.tokens != self._page_tokens(tokens, i)):
-                raise PageError(f"page {page} is page {i} of a sequence, but has another place or tokens in the tree")
-            node = child
+            node = self._nodes.get(page)
+            if node is not None:
+                is_first = node.parent is not None and node.parent.parent is None and node.salt == salt
+                is_below = is_first if not i else node.parent is above
+                if not is_below or node.tokens != self._page_tokens(tokens, i):
+                    raise PageError(f"page {page} is page {i} of a sequence, but has another place or tokens there")
+            above = node

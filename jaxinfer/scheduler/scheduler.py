@@ -29,11 +29,9 @@ from typing import NamedTuple
 
 from jaxinfer.config import ConfigError, SchedulerLimits
 from jaxinfer.scheduler import report
-from jaxinfer.scheduler.disk_tier import DiskTier
-from jaxinfer.scheduler.host_tier import HostTier
-from jaxinfer.scheduler.pages import PagePool
+from jaxinfer.scheduler.kv_cache import KvCache
 from jaxinfer.scheduler.plan import CachedPrefix, DecodeRow, PrefillChunk, StepPlan, StepResult, Transferred
-from jaxinfer.scheduler.prefix import MISS, Hit, PrefixCache
+from jaxinfer.scheduler.prefix import MISS, Hit
 from jaxinfer.scheduler.queue import WaitingQueue, is_overtaken, order_key
 from jaxinfer.scheduler.sequence import Sequence
 from jaxinfer.types import InvalidRequest, QueueFull, Request, TokenEvent
@@ -56,8 +54,8 @@ class _Flight(NamedTuple):
 class Scheduler:
     """Owns the sequences, the slots and the pages. First come, first served; see `next_plan` for the policy."""
 
-    def __init__(self, limits: SchedulerLimits):
-        """Raises ConfigError if a step of decode rows alone could exceed its token limit."""
+    def __init__(self, limits: SchedulerLimits, cache: KvCache | None = None):
+        """Raises ConfigError if a step of decode rows alone could exceed its token limit. cache: None: an empty one."""
         if limits.max_mixed_tokens < limits.max_num_seqs:
             raise ConfigError(
                 f"max_mixed_tokens is {limits.max_mixed_tokens}, less than max_num_seqs {limits.max_num_seqs}: "
@@ -66,16 +64,12 @@ class Scheduler:
         if limits.max_step_tokens < 1:
             raise ConfigError(f"max_step_tokens is {limits.max_step_tokens}; it must be at least 1")
         self.limits = limits
-        self.pool = PagePool(limits.num_pages)
+        self.cache = cache or KvCache(limits)
         self.prompt_tokens = 0  # of admitted requests, each counted once
         self.cached_prompt_tokens = 0  # of these, in the cache already
         self.generation_tokens = 0  # read from the device and told to clients
         self.num_preemptions = 0
         self.num_steps = 0  # planned so far; the next plan's number
-        # Stays empty without limits.prefix_caching.
-        self._host = HostTier(limits.num_frames, limits.frame_pages)
-        self._disk = DiskTier(limits.num_disk_pages)
-        self._cache = PrefixCache(self.pool, limits.page_size, self._host, self._disk)
         self._sequences: dict[str, Sequence] = {}  # by request id; running and waiting
         self._running: list[Sequence] = []  # in the order of `order_key`: the last is the first to give way
         self._prefilling: Sequence | None = None  # of these, the only one that may be in the middle of its prompt
@@ -106,43 +100,19 @@ class Scheduler:
         return len(self._in_flight)
 
     @property
-    def num_evictions(self) -> int:
-        """Cached pages that were given to others."""
-        return self._cache.num_evictions
-
-    @property
     def has_work(self) -> bool:
         """Whether a request is unfinished, or a transfer."""
-        return bool(self._sequences) or self._cache.has_work
+        return bool(self._sequences) or self.cache.has_work
 
     def submit(self, request: Request) -> None:
         """Queues a request. Raises InvalidRequest for one that can never run, and QueueFull."""
         limits = self.limits
-        prompt_len = len(request.prompt_ids)
         if request.request_id in self._sequences:
             raise InvalidRequest(
                 f"a request with id {request.request_id!r} is unfinished; ids must differ", param="request_id"
             )
-        if prompt_len < 1:
-            raise InvalidRequest("the prompt has no tokens; give at least 1", param="prompt")
-        if request.max_tokens < 1:
-            raise InvalidRequest(f"max_tokens is {request.max_tokens}; it must be at least 1", param="max_tokens")
-        if prompt_len + 1 > limits.max_model_len:
-            raise InvalidRequest(
-                f"the prompt has {prompt_len} tokens; with 1 token of output that is more than the context of "
-                f"{limits.max_model_len}",
-                param="prompt",
-                code="context_length_exceeded",
-            )
         seq = Sequence(request, limits.max_model_len, self._num_arrived)
-        num_pages = self._num_pages(seq.max_computed)
-        if num_pages > limits.num_pages:
-            raise InvalidRequest(
-                f"{prompt_len} tokens of prompt and {seq.max_output} of output need {num_pages} pages "
-                f"of {limits.page_size} tokens; the cache has {limits.num_pages}",
-                param="max_tokens",
-                code="context_length_exceeded",
-            )
+        seq.check_fits(limits)
         if len(self._waiting) >= limits.max_waiting:
             raise QueueFull(f"{len(self._waiting)} requests wait already; the limit is {limits.max_waiting}")
         self._num_arrived += 1
@@ -166,7 +136,7 @@ class Scheduler:
         """
         for seq in (*self._restoring, *self._ready):
             self._preempt(seq)
-        self._cache.clear()
+        self.cache.prefix.clear()
         for seq in self._running:
             seq.is_cacheable = False
 
@@ -196,6 +166,7 @@ class Scheduler:
         for seq in bad:
             if seq.prefix_len and not seq.is_suspect:
                 seq.is_suspect = True
+                self.cache.forget(seq.request.cache_salt, seq.tokens)
             elif not seq.finished:
                 events.append(seq.fail(reason))
                 self._remove(seq)
@@ -212,7 +183,9 @@ class Scheduler:
 
     def describe(self) -> str:
         """What it holds, in some lines for a log."""
-        return report.describe(self.pool, self._running, self._waiting, {f.step: f.samplers for f in self._in_flight})
+        return report.describe(
+            self.cache.pool, self._running, self._waiting, {f.step: f.samplers for f in self._in_flight}
+        )
 
     def next_plan(self) -> StepPlan | None:
         """Plans one step, or returns None when there is nothing that can be planned before another `apply`.
@@ -227,7 +200,7 @@ class Scheduler:
         decodes = self._plan_decodes(samplers)
         prefixes: list[CachedPrefix] = []
         prefills = self._plan_prefills(len(decodes), samplers, prefixes)
-        transfers = self._cache.take_transfers()
+        transfers = self.cache.take_transfers()
         if not (decodes or prefills or prefixes or transfers):
             return None
         plan = StepPlan(self.num_steps, decodes, prefills, prefixes, transfers)
@@ -238,7 +211,7 @@ class Scheduler:
 
     def transferred(self, done: Transferred) -> None:
         """Takes in the end of a transfer between the tiers."""
-        self._cache.transferred(done)
+        self.cache.transferred(done)
         for seq in tuple(self._restoring):
             seq.tickets.discard(done.ticket)
             if not seq.tickets:
@@ -273,7 +246,7 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Raises PageError or RuntimeError unless pages, slots, queues and planned counts agree. O(pages + tokens)."""
         admitted = [*self._running, *self._restoring, *self._ready]
-        self._cache.check_integrity((seq.request.cache_salt, seq.known_in_cache(), seq.pages) for seq in admitted)
+        self.cache.check_integrity((seq.request.cache_salt, seq.known_in_cache(), seq.pages) for seq in admitted)
         held = [seq.slot for seq in admitted]
         if sorted([*self._free_slots, *(-1 if slot is None else slot for slot in held)]) != list(
             range(self.limits.max_num_seqs)
@@ -285,31 +258,14 @@ class Scheduler:
             if order != sorted(order, key=order_key):
                 raise RuntimeError(f"sequences {[seq.request_id for seq in order]} are not in order")
         for seq in self._sequences.values():
-            self._check_sequence(seq)
+            rows = sum(other is seq for flight in self._in_flight for other in flight.samplers.values())
+            seq.check_integrity(rows, self.limits.page_size)
         for seq in self._running:
             if seq.num_computed < seq.prefill_end and seq is not self._prefilling:
                 raise RuntimeError(f"{seq.request_id!r} is in prefill, and is not the one whose turn it is")
         for seq in admitted:
             if bool(seq.tickets) != (seq in self._restoring):
                 raise RuntimeError(f"{seq.request_id!r} waits for transfers {seq.tickets}, and is in another list")
-
-    def _check_sequence(self, seq: Sequence) -> None:
-        name, known, in_flight = seq.request_id, len(seq.tokens), seq.num_in_flight
-        rows = sum(other is seq for flight in self._in_flight for other in flight.samplers.values())
-        if rows != in_flight:
-            raise RuntimeError(f"{name!r} has {in_flight} tokens in flight, but {rows} rows of plans")
-        if seq.finished or known - seq.prompt_len + in_flight > seq.max_output:
-            raise RuntimeError(f"{name!r} has ended, or is planned past its {seq.max_output} tokens of output")
-        if seq.slot is None:
-            if seq.pages or seq.num_computed:
-                raise RuntimeError(f"{name!r} waits, but holds pages {seq.pages}")
-            return
-        covered = max(seq.num_computed, seq.prefill_end)
-        if len(seq.pages) != self._num_pages(covered):
-            raise RuntimeError(f"{name!r} holds {len(seq.pages)} pages for {covered} positions")
-        expected = known + in_flight - 1
-        if seq.num_computed != expected and not seq.num_computed < seq.prefill_end:
-            raise RuntimeError(f"{name!r} has {seq.num_computed} positions planned; its tokens say {expected}")
 
     def _num_pages(self, num_positions: int) -> int:
         return -(-num_positions // self.limits.page_size)
@@ -340,12 +296,12 @@ class Scheduler:
         The first sequence never gives way while another runs, and alone it fits (`submit` saw to that) once no page is
         to arrive any more: so the first always advances, and every sequence becomes the first in the end.
         """
-        while not self.pool.num_free:
+        while not self.cache.pool.num_free:
             last = self._ready[-1] if self._ready else self._running[-1]
             self._preempt(last)
             if last is seq:
                 return None
-        return self._cache.alloc(1)[0]
+        return self.cache.prefix.alloc(1)[0]
 
     def _preempt(self, seq: Sequence) -> None:
         """Sends an admitted sequence back to its place in the queue. The cache keeps its pages while it can."""
@@ -374,7 +330,7 @@ class Scheduler:
             self._prefilling = seq if seq.num_computed < seq.prefill_end else None
             if limits.prefix_caching and seq.is_cacheable:
                 filled = range(chunk.start // limits.page_size, seq.num_computed // limits.page_size)
-                self._cache.insert(seq.request.cache_salt, seq.tokens, seq.pages, filled, self.num_steps)
+                self.cache.prefix.insert(seq.request.cache_salt, seq.tokens, seq.pages, filled, self.num_steps)
             num_left -= len(chunk.token_ids)
             seq = self._admit(prefixes) if num_left else None
         return chunks
@@ -423,20 +379,28 @@ class Scheduler:
         if seq.num_in_flight or seq.fetching:
             return None
         # To match 100,000 tokens takes milliseconds: not in every step in which nothing has changed for the better.
-        now, before = (self.pool.num_free, self._cache.num_added), seq.refused
-        if self.limits.prefix_caching and before is not None and before[0] >= now[0] and before[1] == now[1]:
+        now, before = self.cache.state, seq.refused
+        if self.limits.prefix_caching and before is not None and before[0] >= now[0] and before[1:] == now[1:]:
             return None
-        known, hit = len(seq.tokens), self._match(seq)
-        if hit.fetched:
-            if self._fetch(seq, hit):
+        known, hit = len(seq.tokens), self._find(seq)
+        if hit.fetched and not seq.was_fetched:
+            seq.was_fetched = True
+            seq.fetching = self.cache.fetch(hit.fetched)
+            if seq.fetching:
                 return None
-            hit = self._match(seq)  # to have made room for what is not fetched may have cost some of it
+            hit = self._find(seq)  # to make room for what is not fetched may have cost some of it
         with_first_decode = self._num_pages(min(known + 1, seq.max_computed))
-        num_spare = self.pool.num_free - hit.num_unheld - (with_first_decode - len(hit.pages))
+        num_spare = self.cache.pool.num_free - hit.num_unheld - (with_first_decode - len(hit.pages))
         if num_spare < 0 or num_spare < self._num_pages_until_decode(known - hit.num_tokens):
             seq.refused = now
             return None
         return hit
+
+    def _find(self, seq: Sequence) -> Hit:
+        """What the cache has of its known tokens but the last: that one is computed, as a token is sampled from it."""
+        if not self.limits.prefix_caching or seq.is_suspect:
+            return MISS
+        return self.cache.find(seq.request.cache_salt, seq.tokens[:-1], self.num_steps)
 
     def _give(self, seq: Sequence, hit: Hit, prefixes: list[CachedPrefix]) -> None:
         """Gives a sequence a slot and the pages of its known tokens."""
@@ -445,46 +409,10 @@ class Scheduler:
             self.prompt_tokens += seq.prompt_len
             self.cached_prompt_tokens += hit.num_tokens
         slot = self._free_slots.pop()
-        grant = self._cache.take(hit, self._num_pages(len(seq.tokens)) - len(hit.pages))
+        grant = self.cache.take(hit, self._num_pages(len(seq.tokens)) - len(hit.pages))
         seq.admit(slot, grant.pages, hit.num_tokens, grant.tickets)
         if hit.num_tokens:
             prefixes.append(CachedPrefix(slot, grant.pages[: self._num_pages(hit.num_tokens)], hit.source))
-
-    def _match(self, seq: Sequence) -> Hit:
-        """What the cache has of its known tokens but the last: that one is computed, as a token is sampled from it.
-
-        Without what would take longer to copy from the host than to compute.
-        """
-        if not self.limits.prefix_caching or seq.is_suspect:
-            return MISS
-        hit = self._cache.match(seq.request.cache_salt, seq.tokens[:-1], self.num_steps)
-        if hit.tail is not None and not self._is_worth_restoring(hit, len(hit.pages) + len(hit.restored)):
-            full = (len(hit.pages) + len(hit.restored)) * self.limits.page_size
-            hit = hit._replace(tail=None, num_tokens=full)
-        if hit.restored and not self._is_worth_restoring(hit, len(hit.pages)):
-            return Hit(len(hit.pages) * self.limits.page_size, hit.pages, None, hit.num_unheld)
-        return hit
-
-    def _is_worth_restoring(self, hit: Hit, num_pages: int) -> bool:
-        """Whether what a hit has behind its first `num_pages` comes quicker from the host than it is computed."""
-        nodes = [*hit.restored, *([hit.tail] if hit.tail else [])][num_pages - len(hit.pages) :]
-        num_frames = len({node.frame.number for node in nodes if node.frame})
-        num_tokens = hit.num_tokens - num_pages * self.limits.page_size
-        return num_frames * self.limits.restore_ms <= num_tokens * self.limits.compute_ms
-
-    def _fetch(self, seq: Sequence, hit: Hit) -> bool:
-        """Has what the disk has for a sequence read to the host, once; whether it waits for that."""
-        if (ticket := hit.fetched[0].ticket) is not None:
-            seq.fetching.add(ticket)  # for another one, it is on its way
-            return True
-        if seq.was_fetched:
-            return False
-        seq.was_fetched = True
-        nodes = hit.fetched[: self._host.num_pages // 2]
-        while nodes and (ticket := self._cache.fetch(nodes)) is not None:
-            seq.fetching.add(ticket)
-            nodes = nodes[self.limits.frame_pages :]
-        return bool(seq.fetching)
 
     def _num_pages_until_decode(self, num_tokens: int) -> int:
         """Most pages that the running sequences take before a newcomer has computed its `num_tokens` and decodes.
@@ -508,8 +436,11 @@ class Scheduler:
         yield from self._ready
         yield from self._restoring
 
-    def _release(self, seq: Sequence) -> None:
-        """Frees slot and pages of an admitted sequence; safe while steps that use them are in flight (see the top)."""
+    def _release(self, seq: Sequence) -> list[int]:
+        """Frees slot and pages of an admitted sequence; safe while steps that use them are in flight (see the top).
+
+        Returns the tokens that it leaves to the cache.
+        """
         assert seq.slot is not None
         tokens = seq.known_in_cache()
         for waits in (self._restoring, self._ready):
@@ -523,13 +454,17 @@ class Scheduler:
         if seq is self._prefilling:
             self._prefilling = None
         self._free_slots.append(seq.slot)
-        is_kept = self.limits.prefix_caching and seq.is_cacheable
-        self._cache.release(seq.request.cache_salt, tokens if is_kept else (), seq.release(), self.num_steps - 1)
+        if not (self.limits.prefix_caching and seq.is_cacheable):
+            tokens = []
+        self.cache.prefix.release(seq.request.cache_salt, tokens, seq.release(), self.num_steps - 1)
+        return tokens
 
     def _remove(self, seq: Sequence) -> None:
         """Forgets a sequence that has ended, be it running or waiting."""
         del self._sequences[seq.request_id]
         if seq.slot is None:
             self._waiting.remove(seq)
-        else:
-            self._release(seq)
+            return
+        tokens = self._release(seq)
+        if seq.request.session_id and tokens:
+            self.cache.sessions.update(seq.request.session_id, seq.request.cache_salt, tokens)

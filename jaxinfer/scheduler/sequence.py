@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from jaxinfer.config import SchedulerLimits
 from jaxinfer.scheduler.plan import DecodeRow, PrefillChunk
-from jaxinfer.types import FinishReason, Request, TokenEvent, TokenLogprobs
+from jaxinfer.types import FinishReason, InvalidRequest, Request, TokenEvent, TokenLogprobs
 
 
 class Sequence:
@@ -81,6 +82,29 @@ class Sequence:
         self.tickets: set[int] = set()  # transfers to be done before its first chunk
         self.fetching: set[int] = set()  # transfers to be done before it is looked at again
         self.was_fetched = False  # whether pages were read from disk for it
+
+    def check_fits(self, limits: SchedulerLimits) -> None:
+        """InvalidRequest if it could never run."""
+        request, prompt_len = self.request, self.prompt_len
+        if prompt_len < 1:
+            raise InvalidRequest("the prompt has no tokens; give at least 1", param="prompt")
+        if request.max_tokens < 1:
+            raise InvalidRequest(f"max_tokens is {request.max_tokens}; it must be at least 1", param="max_tokens")
+        if prompt_len + 1 > limits.max_model_len:
+            raise InvalidRequest(
+                f"the prompt has {prompt_len} tokens; with 1 token of output that is more than the context of "
+                f"{limits.max_model_len}",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+        num_pages = -(-self.max_computed // limits.page_size)
+        if num_pages > limits.num_pages:
+            raise InvalidRequest(
+                f"{prompt_len} tokens of prompt and {self.max_output} of output need {num_pages} pages "
+                f"of {limits.page_size} tokens; the cache has {limits.num_pages}",
+                param="max_tokens",
+                code="context_length_exceeded",
+            )
 
     def admit(self, slot: int, pages: list[int], prefix_len: int, tickets: set[int]) -> None:
         """Gives it a slot and the pages of all its known tokens, of which the first `prefix_len` are in the cache.
@@ -191,3 +215,21 @@ class Sequence:
         """Ends it without a token; rows that are in flight for it count no more."""
         self.finished = True
         return TokenEvent(request_id=self.request_id, finish_reason=FinishReason.ABORT)
+
+    def check_integrity(self, num_rows: int, page_size: int) -> None:
+        """Raises RuntimeError unless its counts agree. num_rows: of plans in flight that sample for it."""
+        name, known, in_flight = self.request_id, len(self.tokens), self.num_in_flight
+        if num_rows != in_flight:
+            raise RuntimeError(f"{name!r} has {in_flight} tokens in flight, but {num_rows} rows of plans")
+        if self.finished or known - self.prompt_len + in_flight > self.max_output:
+            raise RuntimeError(f"{name!r} has ended, or is planned past its {self.max_output} tokens of output")
+        if self.slot is None:
+            if self.pages or self.num_computed:
+                raise RuntimeError(f"{name!r} waits, but holds pages {self.pages}")
+            return
+        covered = max(self.num_computed, self.prefill_end)
+        if len(self.pages) != -(-covered // page_size):
+            raise RuntimeError(f"{name!r} holds {len(self.pages)} pages for {covered} positions")
+        expected = known + in_flight - 1
+        if self.num_computed != expected and not self.num_computed < self.prefill_end:
+            raise RuntimeError(f"{name!r} has {self.num_computed} positions planned; its tokens say {expected}")

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import bisect
-import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from jaxinfer.scheduler.pages import PageError, PagePool
-from jaxinfer.scheduler.plan import DiskPage
 
 Tokens = tuple[int, ...]
 
@@ -44,12 +42,12 @@ class Node:
 
     def __init__(self, salt: str, parent: Node | None, tokens: Tokens):
         self.salt = salt
-        self.parent = parent
+        self.parent = parent  # None: a root, or not in the tree any more
         self.tokens = tokens  # those on its page
         self.children: list[Node] = []  # sorted by their tokens
         self.page = 0  # of the device; 0: it is not there
         self.step = -1  # the plan that fills the page
-        self.ticket: int | None = None  # of the transfer that fills the page, while it is under way
+        self.ticket: int | None = None  # of the transfer that brings it, while it is under way
         self.frame: Frame | None = None  # of the host; None: it is not there
         self.index = 0  # place in the frame
         self.on_disk = False  # or on its way there
@@ -59,6 +57,7 @@ class Node:
 
     @property
     def is_anywhere(self) -> bool:
+        """Whether something has its keys and values."""
         return bool(self.page or self.frame or self.on_disk)
 
     def place(self, tokens: Tokens) -> int:
@@ -91,25 +90,70 @@ class Node:
             yield node
             node = node.parent
 
-    def disk_page(self) -> DiskPage:
-        """What names it on disk."""
-        for node in reversed([node for node in self.upwards() if not node.key]):
-            assert node.parent is not None
-            node.key = page_key(node.parent.key, node.salt, node.tokens)
-        assert self.parent is not None
-        return DiskPage(self.key, self.parent.key or None, self.salt, self.tokens)
 
+class Tree:
+    """All nodes, under a root for each salt."""
 
-def page_key(parent: str, salt: str, tokens: Tokens) -> str:
-    """The name of a page on disk: SHA-256, in hex, of its salt, of the name of the page before it and of its tokens."""
-    text = f"{len(salt)}:{salt}:{parent}:{','.join(map(str, tokens))}"
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+    def __init__(self, page_size: int):
+        """`page_size`: tokens."""
+        self.page_size = page_size
+        self._roots: dict[str, Node] = {}  # by salt; those with children
 
+    def root(self, salt: str) -> Node:
+        """The root of a salt. Whoever asks adds to it."""
+        root = self._roots.get(salt)
+        if root is None:
+            root = self._roots[salt] = Node(salt, None, ())
+        return root
 
-def check_below(root: Node, page_size: int, pool: PagePool) -> None:
-    """Raises PageError unless all nodes below a root are where rules 3 to 5 of `prefix.py` want them."""
-    for node in root.subtree():
-        if node.children and node.parent and len(node.tokens) < page_size:
+    def walk(self, salt: str, tokens: Sequence[int]) -> tuple[list[Node], Node | None, int]:
+        """The full pages that `tokens` begin with; the one that agrees longest with what follows, and how long."""
+        node, found, start, size = self._roots.get(salt), [], 0, self.page_size
+        while node is not None:
+            child, common = node.closest(tuple(tokens[start : start + size]))
+            if child is None or common < size:
+                return found, child, common
+            found.append(child)
+            node, start = child, start + size
+        return found, None, 0
+
+    def path(self, salt: str, tokens: Sequence[int]) -> list[Node]:
+        """The nodes that have all of `tokens`, as far as there are any."""
+        found, last, common = self.walk(salt, tokens)
+        is_whole = last is not None and len(found) * self.page_size + common == len(tokens)
+        return [*found, last] if last is not None and is_whole else found
+
+    def add(self, parent: Node, tokens: Tokens) -> Node:
+        """A new child."""
+        new = Node(parent.salt, parent, tokens)
+        parent.children.insert(parent.place(tokens), new)
+        return new
+
+    def detach(self, node: Node) -> None:
+        """Takes a node, with all below it, out of the tree."""
+        parent = node.parent
+        assert parent is not None
+        del parent.children[parent.place(node.tokens)]
+        for below in node.subtree():
+            below.parent = None
+        if parent.parent is None and not parent.children and self._roots.get(parent.salt) is parent:
+            del self._roots[parent.salt]
+
+    def nodes(self) -> list[Node]:
+        """All of them, a parent before its children."""
+        return [node for root in self._roots.values() for node in root.subtree()[1:]]
+
+    def check_integrity(self, pool: PagePool) -> None:
+        """Raises PageError unless all nodes are where rules 3 to 5 of `prefix.py` want them."""
+        for salt, root in self._roots.items():
+            if not root.children:
+                raise PageError(f"salt {salt!r} has no page")
+            for node in root.subtree():
+                self._check(node, pool)
+
+    def _check(self, node: Node, pool: PagePool) -> None:
+        size = self.page_size
+        if node.children and node.parent and len(node.tokens) < size:
             raise PageError(f"page {node.page} has {len(node.tokens)} tokens, and pages below it")
         for before, child in zip([None, *node.children], node.children, strict=False):
             if child.parent is not node or child.salt != node.salt:
@@ -118,10 +162,12 @@ def check_below(root: Node, page_size: int, pool: PagePool) -> None:
                 raise PageError(f"a page of tokens {child.tokens} is in the tree, but nowhere else")
             if child.page and node.parent and not node.page:
                 raise PageError(f"page {child.page} is on the device, but the one above it is not")
-            if not 1 <= len(child.tokens) <= page_size:
+            if not 1 <= len(child.tokens) <= size:
                 raise PageError(f"page {child.page} has {len(child.tokens)} tokens")
-            if len(child.tokens) < page_size and child.page and pool.is_held(child.page):
+            if len(child.tokens) < size and child.page and pool.is_held(child.page):
                 raise PageError(f"page {child.page} has {len(child.tokens)} tokens, and a sequence holds it")
+            if node.parent and (child.num_pins > node.num_pins or child.num_saves > node.num_saves):
+                raise PageError(f"page {child.page} has more pins than the one above it")
             if before and not before.tokens < child.tokens:
                 raise PageError(f"pages {before.page} and {child.page} are not in order")
             if before and num_common(before.tokens, child.tokens) == len(before.tokens):

@@ -137,7 +137,7 @@ def test_what_an_aborted_request_left_in_the_cache_harms_nobody(engine, undistur
         engine.submit(ask("gone", (*PROMPT, *PROMPT, *PROMPT[:15], POISON, *range(90))))
         for _ in range(2):
             engine.step()
-        assert engine.abort("gone") is not None and engine._scheduler.pool.num_cached > 0
+        assert engine.abort("gone") is not None and engine._scheduler.cache.pool.num_cached > 0
         found, errors = run(engine, innocents())
     assert errors == {}
     for name, output in undisturbed.items():

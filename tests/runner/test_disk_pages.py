@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from jaxinfer.config import ConfigError
 from jaxinfer.runner import page_file
-from jaxinfer.runner.disk_pages import DiskPage, DiskPages, page_key
+from jaxinfer.runner.disk_pages import DiskPages
+from jaxinfer.scheduler.plan import DiskPage, page_key
 
 MODEL = "0123456789abcdef" * 4
 SHAPE = (2, 3, 4)

@@ -327,7 +327,7 @@ class Harness:
             self.scheduler.transferred(Transferred(ticket))
         self.scheduler.check_integrity()
         assert not self.scheduler.num_running and not self.scheduler.num_in_flight
-        assert self.scheduler.pool.num_empty == self.limits.num_pages
+        assert self.scheduler.cache.pool.num_empty == self.limits.num_pages
         return events
 
     def abort(self, name: str) -> TokenEvent | None:
@@ -361,7 +361,7 @@ class Harness:
                 break
             self.step()
         assert not self.scheduler.has_work
-        assert self.scheduler.pool.num_free == self.limits.num_pages
+        assert self.scheduler.cache.pool.num_free == self.limits.num_pages
         assert (self.scheduler.num_running, self.scheduler.num_waiting) == (0, 0)
         for name in self.requests:
             self.check_output(name)

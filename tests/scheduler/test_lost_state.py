@@ -75,7 +75,7 @@ def test_all_that_run_and_wait_may_be_failed_at_once():
     harness = under_way()
     events = harness.scheduler.fail("lost", waiting_too=True)
     assert {(event.request_id, event.error) for event in events} == {(name, "lost") for name in "abcd"}
-    assert not harness.scheduler.has_work and harness.scheduler.pool.num_empty == harness.limits.num_pages
+    assert not harness.scheduler.has_work and harness.scheduler.cache.pool.num_empty == harness.limits.num_pages
     harness.scheduler.check_integrity()
 
 

@@ -5,8 +5,12 @@ from collections.abc import Sequence
 
 import pytest
 
+from jaxinfer.scheduler.disk_tier import DiskTier
+from jaxinfer.scheduler.host_tier import HostTier
 from jaxinfer.scheduler.pages import PageError, PagePool
 from jaxinfer.scheduler.prefix import PrefixCache
+from jaxinfer.scheduler.tiers import Tiers
+from jaxinfer.scheduler.tree import Tree
 
 NOW = 100  # a plan after all that filled pages
 
@@ -22,7 +26,8 @@ class Cache(PrefixCache):
     """With the sequences that hold its pages, to check it after every change."""
 
     def __init__(self, num_pages: int = 20, page_size: int = 2):
-        super().__init__(PagePool(num_pages), page_size)
+        tree = Tree(page_size)
+        super().__init__(PagePool(num_pages), tree, Tiers(tree, HostTier(0, 1), DiskTier(0)))
         self.holders: list[tuple[str, Sequence[int], list[int]]] = []
 
     def begin(self, tokens: Sequence[int], salt: str = "") -> list[int]:

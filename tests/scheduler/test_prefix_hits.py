@@ -87,7 +87,7 @@ def test_ten_turns_of_a_chat_compute_each_token_once():
         known = len(prompt) - 1
     computed = sum(plan.num_tokens for plan in harness.plans)
     assert computed == len(prompt) - 1
-    assert harness.scheduler.pool.num_cached == -(-known // 8)
+    assert harness.scheduler.cache.pool.num_cached == -(-known // 8)
 
 
 def test_prompts_that_part_in_the_middle_of_a_page_share_what_is_before_it_and_copy_the_page():
@@ -113,7 +113,7 @@ def test_requests_of_different_salts_share_nothing():
 def test_without_prefix_caching_nothing_is_kept_or_found():
     harness = caching(prefix_caching=False)
     assert [run(harness, name, PROMPT[:40]) for name in "abc"] == [0, 0, 0]
-    assert (harness.scheduler.pool.num_cached, harness.scheduler.cached_prompt_tokens) == (0, 0)
+    assert (harness.scheduler.cache.pool.num_cached, harness.scheduler.cached_prompt_tokens) == (0, 0)
     assert not any(plan.prefixes for plan in harness.plans)
 
 
@@ -134,7 +134,7 @@ def test_requests_of_one_plan_share_the_full_pages_of_the_first_and_copy_none():
     assert [(chunk.start, len(chunk.token_ids)) for chunk in plan.prefills] == [(0, 20), (16, 4), (16, 4)]
     pages = plan.prefills[0].new_pages
     assert [(p.pages, p.copied_from) for p in plan.prefixes] == [(pages[:2], None)] * 2
-    assert harness.scheduler.pool.num_used == 2 + 3
+    assert harness.scheduler.cache.pool.num_used == 2 + 3
     harness.drain()
 
 
@@ -187,11 +187,11 @@ def test_a_preempted_sequence_finds_its_own_pages():
 def test_cached_pages_are_evicted_before_a_sequence_is_preempted():
     harness = caching(page_size=4, num_pages=10, max_model_len=64)
     run(harness, "a", PROMPT[:30])
-    assert (harness.scheduler.pool.num_cached, harness.scheduler.num_evictions) == (9, 0)
+    assert (harness.scheduler.cache.pool.num_cached, harness.scheduler.cache.prefix.num_evictions) == (9, 0)
     harness.submit("b", 4, max_tokens=30)
     harness.drain()
     assert harness.scheduler.num_preemptions == 0
-    assert harness.scheduler.num_evictions == 9 - 1
+    assert harness.scheduler.cache.prefix.num_evictions == 9 - 1
 
 
 @pytest.mark.parametrize("num_pages", [1, 2, 3, 5])
@@ -220,9 +220,9 @@ def test_after_clearing_nothing_is_found_not_even_of_those_that_ran():
         harness.step()
     harness.scheduler.clear_prefix_cache()
     harness.scheduler.check_integrity()
-    assert harness.scheduler.pool.num_cached == 0
+    assert harness.scheduler.cache.pool.num_cached == 0
     harness.drain()
-    assert harness.scheduler.pool.num_cached == 0
+    assert harness.scheduler.cache.pool.num_cached == 0
     assert [run(harness, name, PROMPT[:20]) for name in "cd"] == [0, 19]
 
 
@@ -261,7 +261,7 @@ def test_the_random_walks_share_copy_evict_and_preempt():
             submit_random(harness, f"{i}", rng)
             harness.step()
         harness.drain()
-        seen["evicted"] += harness.scheduler.num_evictions
+        seen["evicted"] += harness.scheduler.cache.prefix.num_evictions
         for plan in harness.plans:
             written = set(itertools.chain(*(chunk.new_pages for chunk in plan.prefills)))
             targets = {prefix.pages[-1] for prefix in plan.prefixes if prefix.copied_from}
@@ -280,7 +280,7 @@ def test_a_head_that_waits_for_pages_is_matched_again_only_when_there_is_more_fo
     harness.submit("runs", prompt_ids=PROMPT, max_tokens=40)
     for _ in range(4):
         harness.step()
-    cache, calls = harness.scheduler._cache, []
+    cache, calls = harness.scheduler.cache.prefix, []
     match = cache.match
     monkeypatch.setattr(cache, "match", lambda *args: calls.append(args) or match(*args))
     harness.submit("waits", prompt_ids=[(5 * i) % 11 for i in range(60)], max_tokens=2)

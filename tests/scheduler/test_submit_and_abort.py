@@ -75,7 +75,7 @@ def test_abort_frees_slot_and_pages_at_once_and_ends_the_request_once(turns: int
     event = harness.abort("a")
     assert event is not None
     assert (event.finish_reason, event.token_ids, event.logprobs) == (FinishReason.ABORT, (), None)
-    assert harness.scheduler.pool.num_free == harness.limits.num_pages
+    assert harness.scheduler.cache.pool.num_free == harness.limits.num_pages
     assert (harness.scheduler.num_running, harness.scheduler.num_waiting) == (0, 0)
     assert harness.abort("a") is None
     while harness.results:
