@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.params import Params
-from jaxinfer.runner import cache, inputs, sampling
+from jaxinfer.runner import cache, inputs, long_context, sampling
 from jaxinfer.runner.buckets import Bucket, choose
 from jaxinfer.runner.compiled import Programs, Progress
 from jaxinfer.runner.step import StepBuilder
-from jaxinfer.scheduler.plan import CachedPrefix, PrefillChunk, StepPlan, StepResult
-from jaxinfer.types import TokenLogprobs
+from jaxinfer.scheduler.plan import CachedPrefix, LongChunk, PrefillChunk, StepPlan, StepResult
+from jaxinfer.types import Request, TokenLogprobs
 
 WARM_UP_RUNS = {"cpu": 1, "gpu": 3}
 """Runs of each program before ready: a graph is recorded on the second run and replayed from the third."""
@@ -58,6 +58,10 @@ class ModelRunner:
 
     def launch(self, plan: StepPlan) -> InFlight:
         """Starts a step and returns without waiting for it. Steps run in the order of their launches."""
+        if plan.long is not None:
+            with self._counter:
+                self._run_long(plan.long)
+                return self._finish(plan, num_rows=1)
         bucket = choose(self._builder.buckets, decode=not plan.prefills, tokens=plan.num_tokens, rows=plan.num_rows)
         with self._counter:
             for prefix in plan.prefixes:
@@ -66,14 +70,14 @@ class ModelRunner:
                 if chunk.history is not None and (chunk.request.has_penalties or chunk.request.logit_bias):
                     self._set_up_slot(chunk)
             self._run(bucket, plan)
-            if not plan.is_plain:
-                self._state = self._programs.samplers[bucket.rows](self._state)
-            return self._read(plan, wants_logprobs=plan.wants_logprobs)
+            return self._finish(plan, num_rows=bucket.rows)
 
     def collect(self, in_flight: InFlight) -> StepResult:
         """Waits for a step and reads what it sampled."""
         plan = in_flight.plan
         slots = [row.slot for row in plan.decodes] + [chunk.slot for chunk in plan.prefills if chunk.samples]
+        if plan.long is not None and plan.long.samples:
+            slots.append(plan.long.slot)
         sampled = dict(zip(slots, np.asarray(in_flight.tokens)[slots].tolist(), strict=True))
         if in_flight.logprobs is None:
             return StepResult(plan.step, sampled, {})
@@ -84,26 +88,51 @@ class ModelRunner:
 
     def reset(self) -> None:
         """Makes the state anew, all zeros: after a step that failed, what was donated to it may be lost."""
-        del self._state, self._staged  # first, since there may be no room for both
+        del self._state, self._staged, self._host  # first, since there may be no room for both
         self._make_state()
 
     def close(self) -> None:
         """Gives up the device's memory. Nothing can be launched any more."""
         self._counter.close()
-        del self._programs, self._params, self._state, self._staged, self._around_holes
+        del self._programs, self._params, self._state, self._staged, self._host, self._around_holes
 
     def _make_state(self) -> None:
         inputs = self._builder.abstract_inputs
         self._state = cache.zeros(self._builder.abstract_state)
         self._staged = jnp.zeros_like(inputs, device=inputs.sharding)
+        long = self._builder.long
+        self._host = None if long is None else long_context.zeros(self._builder.abstract_context())
 
     def _run(self, bucket: Bucket, plan: StepPlan) -> None:
         shape = self._builder.shape
-        packed = inputs.pack(plan, bucket, page_size=shape.page_size, num_slots=shape.num_slots)
+        self._stage(inputs.pack(plan, bucket, page_size=shape.page_size, num_slots=shape.num_slots))
+        self._state = self._programs.steps[bucket](self._params, self._state, self._staged)
+
+    def _run_long(self, chunk: LongChunk) -> None:
+        """ValueError for more tokens than a long step or the host holds, or if there are no long steps."""
+        long, programs, end = self._builder.long, self._programs, chunk.start + chunk.num_tokens
+        if long is None:
+            raise ValueError("the plan has a chunk beyond the device's pages, but no step was compiled for such")
+        if chunk.num_tokens > long.chunk or end - chunk.num_device_tokens > long.num_tokens:
+            raise ValueError(
+                f"a chunk of {chunk.num_tokens} tokens up to position {end}, of which {chunk.num_device_tokens} are in "
+                f"pages, does not fit: a step holds {long.chunk} tokens, the host {long.num_tokens}"
+            )
+        size = min(size for size in long.sizes if size >= chunk.num_tokens)
+        self._stage(inputs.pack_long(chunk, size))
+        self._state, new = programs.long[size](self._params, self._state, self._host, self._staged)
+        self._host = programs.long_stores[size](self._host, new, self._staged)
+
+    def _stage(self, packed: np.ndarray) -> None:
         padded = np.zeros(self._staged.shape, np.int32)
         padded[: len(packed)] = packed
         self._staged = self._programs.stage(self._staged, padded)
-        self._state = self._programs.steps[bucket](self._params, self._state, self._staged)
+
+    def _finish(self, plan: StepPlan, *, num_rows: int) -> InFlight:
+        """What follows a step of `num_rows`: the sampler, if a row asks for it, and reading."""
+        if not plan.is_plain:
+            self._state = self._programs.samplers[num_rows](self._state)
+        return self._read(plan, wants_logprobs=plan.wants_logprobs)
 
     def _read(self, plan: StepPlan, *, wants_logprobs: bool) -> InFlight:
         """Starts copying what the last step sampled to the host, before the next step overwrites it."""
@@ -136,6 +165,7 @@ class ModelRunner:
         self._state = jax.block_until_ready(self._programs.set_up_slot(self._state, history))
         self._set_up_prefix(CachedPrefix(self._builder.shape.num_slots, (), None))
         jax.block_until_ready(self._state)
+        self._warm_up_long()
         total = len(self._programs.samplers) + len(buckets)
         for done, (rows, sampler) in enumerate(self._programs.samplers.items()):
             progress(f"warming up sampler, {rows} rows", done, total)
@@ -151,6 +181,13 @@ class ModelRunner:
             times_ms[bucket] = statistics.median(runs_ms[least - 1 :])
         progress("warmed up", total, total)
         return times_ms
+
+    def _warm_up_long(self) -> None:
+        nothing = Request(request_id="", prompt_ids=(), max_tokens=1)
+        for size in self._programs.long:
+            tokens = (0,) * size if size > 1 else ()
+            self._run_long(LongChunk(self._builder.shape.num_slots, 0, tokens, 0, False, nothing, 0))
+            jax.block_until_ready((self._state, self._host))
 
     def _time_run(self, bucket: Bucket) -> float:
         """Milliseconds of a step on padding, waited for."""
