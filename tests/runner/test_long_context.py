@@ -15,6 +15,7 @@ from jaxinfer import build
 from jaxinfer.config import EngineConfig
 from jaxinfer.found import find_model
 from jaxinfer.models import registry
+from jaxinfer.runner import long_context
 from jaxinfer.runner.buckets import Bucket
 from jaxinfer.runner.compiled import (
     compile_lowered,
@@ -76,7 +77,9 @@ def make_runner(folder: Path, page_size: int, long: LongContext | None) -> Model
 )
 def runner(request, golden):
     family, page_size, chunk, block = request.param
-    runner = make_runner(golden(family).folder, page_size, LongContext(num_tokens=120, chunk=chunk, block=block))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(long_context, "QUERIES", 16)  # so that chunks of 32 have two parts
+        runner = make_runner(golden(family).folder, page_size, LongContext(num_tokens=120, chunk=chunk, block=block))
     yield runner
     runner.close()
 
