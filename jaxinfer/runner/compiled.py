@@ -246,6 +246,11 @@ def lower_step(builder: StepBuilder, params: Any, bucket: Bucket) -> jax.stages.
     return lower(step_program(builder, params, bucket))
 
 
+def lower_long(builder: StepBuilder, params: Any, num_tokens: int) -> jax.stages.Lowered:
+    """Traces the long step of so many tokens."""
+    return lower(long_program(builder, params, num_tokens))
+
+
 def lower_sampler(builder: StepBuilder, rows: int) -> jax.stages.Lowered:
     """Traces the sampler of steps with this many rows."""
     return lower(sampler_program(builder, rows))

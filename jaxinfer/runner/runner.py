@@ -44,7 +44,9 @@ class ModelRunner:
         self._builder = builder
         self._params = params
         self._programs = programs
+        self._host: long_context.HostContext | None = None
         self._make_state()
+        self._make_host()
         hole_bytes = max(cache.HOLE_BYTES, self._staged.nbytes, self._state.logprobs.nbytes)
         self._around_holes = cache.make_holes(hole_bytes) if builder.platform != "cpu" else []
         self._counter = CompilationCounter()
@@ -87,9 +89,15 @@ class ModelRunner:
         return StepResult(plan.step, sampled, logprobs)
 
     def reset(self) -> None:
-        """Makes the state anew, all zeros: after a step that failed, what was donated to it may be lost."""
-        del self._state, self._staged, self._host  # first, since there may be no room for both
+        """Makes the state anew, all zeros: after a step that failed, what was donated to it may be lost.
+
+        The host's part of a long context is kept if it is whole; nothing of it is read before it is written again.
+        """
+        del self._state, self._staged  # first, since there may be no room for both
         self._make_state()
+        if self._host is not None and not long_context.is_whole(self._host):
+            self._host = None  # first, for the same reason
+            self._make_host()
 
     def close(self) -> None:
         """Gives up the device's memory. Nothing can be launched any more."""
@@ -100,8 +108,10 @@ class ModelRunner:
         inputs = self._builder.abstract_inputs
         self._state = cache.zeros(self._builder.abstract_state)
         self._staged = jnp.zeros_like(inputs, device=inputs.sharding)
-        long = self._builder.long
-        self._host = None if long is None else long_context.zeros(self._builder.abstract_context())
+
+    def _make_host(self) -> None:
+        if self._builder.long is not None:
+            self._host = long_context.zeros(self._builder.abstract_context())
 
     def _run(self, bucket: Bucket, plan: StepPlan) -> None:
         shape = self._builder.shape

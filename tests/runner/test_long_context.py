@@ -21,9 +21,9 @@ from jaxinfer.runner.compiled import (
     compile_lowered,
     compile_programs,
     largest_temp_bytes,
-    long_program,
     long_store_program,
     lower,
+    lower_long,
 )
 from jaxinfer.runner.executables import Executables
 from jaxinfer.runner.long_context import LongContext
@@ -241,11 +241,16 @@ def test_a_chunk_that_does_not_fit_is_refused(runner):
             runner.launch(StepPlan(0, (), (), long=long))
 
 
-def test_after_a_reset_a_sequence_begins_anew(runner):
+@pytest.mark.parametrize("lost", [False, True])
+def test_after_a_reset_a_sequence_begins_anew(runner, lost):
     prompt, num_device = make_prompt(6, 50), runner._builder.shape.page_size
     expected = run_beyond(runner, prompt, num_device)
     poison(runner)
+    before = runner._host
+    if lost:
+        before.k.delete()
     runner.reset()
+    assert (runner._host is before) != lost  # making it anew takes a second for each GiB
     assert run_beyond(runner, prompt, num_device).tokens == expected.tokens
 
 
@@ -273,7 +278,7 @@ def builder(golden):
 
 @pytest.mark.parametrize("num_tokens", [1, 16])
 def test_every_array_of_state_keeps_its_place_in_a_long_step_and_nothing_large_is_copied(builder, num_tokens):
-    compiled = compile_lowered(builder, lower(long_program(builder, abstract_params(builder), num_tokens)))
+    compiled = compile_lowered(builder, lower_long(builder, abstract_params(builder), num_tokens))
     assert aliased_outputs(compiled) == num_state_arrays(builder)
     assert_no_pool_is_copied(builder, compiled)
 
@@ -282,7 +287,7 @@ def test_every_array_of_state_keeps_its_place_in_a_long_step_and_nothing_large_i
 def test_a_long_step_needs_no_more_room_for_a_longer_context(builder, num_tokens):
     def temp_bytes(most: int) -> int:
         longer = dataclasses.replace(builder, long=builder.long._replace(num_tokens=most))
-        lowered = lower(long_program(longer, abstract_params(builder), num_tokens))
+        lowered = lower_long(longer, abstract_params(builder), num_tokens)
         return compile_lowered(builder, lowered).memory_analysis().temp_size_in_bytes
 
     assert temp_bytes(100_000) == temp_bytes(100)
