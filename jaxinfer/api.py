@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import collections
 import contextlib
 import dataclasses
 import itertools
@@ -26,7 +27,16 @@ from jaxinfer.sharding import rules
 from jaxinfer.text.chat_template import ChatTemplate
 from jaxinfer.text.output import OutputDelta, OutputLogprob, OutputStream
 from jaxinfer.text.requests import lower
-from jaxinfer.types import EngineInfo, EngineStats, FinishReason, InvalidRequest, Request, SamplingParams
+from jaxinfer.types import (
+    EngineInfo,
+    EngineStats,
+    FinishReason,
+    InvalidRequest,
+    Request,
+    SamplingParams,
+    SessionAction,
+    SessionInfo,
+)
 
 Prompt = str | Sequence[int]
 """Text, or token ids."""
@@ -99,6 +109,7 @@ class LLM:
         """
         many = [prompts] if isinstance(prompts, str | bytes) or _is_ids(prompts) else list(_sequence(prompts))
         params = self._one_each(sampling_params, len(many))
+        _refuse_shared_sessions(params)
         jobs = [self._job(prompt, sampling) for prompt, sampling in zip(many, params, strict=True)]
         self._run(jobs)
         for job in jobs:
@@ -134,6 +145,27 @@ class LLM:
         if sampling.n != 1:
             raise InvalidRequest(f"n is {sampling.n}; a stream has one output, use generate for several", param="n")
         return self._stream(self._job(prompt, sampling))
+
+    def save_session(self, session_id: str) -> SessionInfo:
+        """Writes the pages of a session to `kv_disk_dir`, and waits for that.
+
+        A session is the conversation of the requests whose SamplingParams have this `session_id`. This and the three
+        methods below raise UnknownSession where there is none, InvalidRequest for what is no id or without
+        `kv_disk_dir`, and RuntimeError with the reason where the disk failed.
+        """
+        return self._engine.session(SessionAction.SAVE, session_id)
+
+    def load_session(self, session_id: str) -> SessionInfo:
+        """Brings the pages of a saved session back into the cache, also one that was saved before a restart."""
+        return self._engine.session(SessionAction.LOAD, session_id)
+
+    def session_manifest(self, session_id: str) -> SessionInfo:
+        """What is known of a session: its tokens, pages and bytes, and whether it is saved."""
+        return self._engine.session(SessionAction.MANIFEST, session_id)
+
+    def delete_session(self, session_id: str) -> SessionInfo:
+        """Forgets a session, in memory and on disk; returns what it was."""
+        return self._engine.session(SessionAction.DELETE, session_id)
 
     def close(self) -> None:
         """Gives up the device's memory."""
@@ -201,6 +233,16 @@ class _Job:
     requests: list[Request]
     streams: list[OutputStream]
     output: RequestOutput
+
+
+def _refuse_shared_sessions(params: Sequence[SamplingParams]) -> None:
+    ids = collections.Counter(one.session_id for one in params if one.session_id is not None)
+    for session_id, count in ids.items():
+        if count > 1:
+            raise InvalidRequest(
+                f"session_id is {session_id!r} with {count} prompts; a session is one sequence: give one",
+                param="session_id",
+            )
 
 
 def _is_ids(prompts: Any) -> bool:

@@ -96,7 +96,7 @@ def build_engine(config: EngineConfig, found: Found | None = None, *, show_progr
         max_num_seqs=limits.max_num_seqs,
         prefix_caching=limits.prefix_caching,
     )
-    return Engine(runner, Scheduler(limits), info)
+    return Engine(runner, Scheduler(limits), info, step_timeout_s=config.step_timeout_s)
 
 
 def make_builder(config: EngineConfig, checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> StepBuilder:
@@ -399,7 +399,11 @@ def _calm_mixed_tokens(buckets: Sequence[Bucket], times_ms: Mapping[Bucket, floa
 def main(config_json: str, show_progress: str, fds: str) -> None:
     """The engine's process; see `serving.engine_command`."""
     config = msgspec.json.decode(config_json, type=EngineConfig)
-    engine_main(fds, lambda: build_engine(config, show_progress=bool(int(show_progress))), REFUSALS)
+
+    def build() -> Engine:
+        return build_engine(config, show_progress=bool(int(show_progress)))
+
+    engine_main(fds, build, REFUSALS, step_timeout_s=config.step_timeout_s)
 
 
 if __name__ == "__main__":

@@ -94,10 +94,22 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--max-num-batched-tokens", type=int, help="most tokens in one step")
     group.add_argument("--max-step-ms", type=float, help="longest step while sequences decode, in ms")
     group.add_argument("--max-waiting", type=int, help="requests that may wait before others are refused")
+    group.add_argument("--step-timeout-s", type=float, help="a longer step fails the requests it holds (default 300)")
     group.add_argument(
         "--enable-prefix-caching",
         action=argparse.BooleanOptionalAction,
         help="use keys and values of earlier requests again where prompts begin alike (default: yes)",
+    )
+    group.add_argument(
+        "--kv-host-gib",
+        "--kv-offloading-size",
+        type=float,
+        help="GiB of pinned host memory for pages that leave the device (default 0: none)",
+    )
+    group.add_argument("--kv-disk-dir", help="folder for pages that leave the host's memory, and for sessions")
+    group.add_argument("--kv-disk-gib", type=float, help="most GiB in that folder (default 64)")
+    group.add_argument(
+        "--step-timeout-s", type=float, help="a step that takes longer fails its requests, in seconds (default 300)"
     )
     group.add_argument("--tensor-parallel-size", "-tp", type=int, help="devices that the model is split over")
     group.add_argument("--seed", type=int, help="of random weights")

@@ -11,6 +11,10 @@ LOAD_FORMATS = ("auto", "dummy")
 DEFAULT_MODEL = "smollm2-135m"
 MAX_COUNT = 2**30
 """Most of anything that is counted: devices count in 32 bits."""
+MAX_GIB = 2**20
+"""Most memory or disk, in GiB: a pebibyte."""
+MAX_TIMEOUT_S = 86400.0
+"""Longest time limit, in seconds: a day."""
 MAX_FRONT_ENDS = 64
 """Most front-end processes of a server."""
 
@@ -54,8 +58,20 @@ class EngineConfig:
     Measured at warm-up on a GPU; on a CPU the chunk is 64 tokens."""
     max_waiting: int = 1024
     """Requests that may wait for a slot before further ones are refused."""
+    step_timeout_s: float = 300.0
+    """A step, or a wait without any progress, that takes longer fails the requests it holds. In seconds."""
     enable_prefix_caching: bool = True
     """Whether keys and values of earlier requests are used again by those that begin alike."""
+    kv_host_gib: float = 0.0
+    """GiB of pinned host memory for pages of the KV cache that leave the device. 0: none.
+
+    Needs enable_prefix_caching."""
+    kv_disk_dir: str | None = None
+    """Folder for pages that leave the host's memory, and for sessions; it survives a restart. None: none.
+
+    Needs kv_host_gib."""
+    kv_disk_gib: float = 64.0
+    """Most GiB in kv_disk_dir. Saved sessions are never deleted for it."""
     tensor_parallel_size: int = 1
     """Devices that the heads, the MLP and the vocabulary are split over."""
     seed: int = 0
@@ -91,6 +107,27 @@ class EngineConfig:
             f"gpu_memory_utilization is {self.gpu_memory_utilization}; it must be above 0 and at most 1",
         )
         _check(self.max_step_ms > 0, f"max_step_ms is {self.max_step_ms}; it must be above 0")
+        _check(
+            0 < self.step_timeout_s <= MAX_TIMEOUT_S,
+            f"step_timeout_s is {self.step_timeout_s}; it must be above 0 and at most {MAX_TIMEOUT_S:g} seconds",
+        )
+        self._check_tiers()
+
+    def _check_tiers(self) -> None:
+        host_gib, directory, disk_gib = self.kv_host_gib, self.kv_disk_dir, self.kv_disk_gib
+        _check(0 <= host_gib <= MAX_GIB, f"kv_host_gib is {host_gib}; it must be from 0 to {MAX_GIB} GiB")
+        _check(0 < disk_gib <= MAX_GIB, f"kv_disk_gib is {disk_gib}; it must be above 0 and at most {MAX_GIB} GiB")
+        _check(
+            host_gib == 0 or self.enable_prefix_caching,
+            f"kv_host_gib is {host_gib} and enable_prefix_caching is {self.enable_prefix_caching}; only pages of the "
+            "prefix cache leave the device, so it must be enabled",
+        )
+        _check(directory is None or bool(directory), "kv_disk_dir is empty; give a folder, or leave it out for none")
+        _check(
+            directory is None or host_gib > 0,
+            f"kv_disk_dir is {directory!r} and kv_host_gib is {host_gib}; pages go to disk by way of the host's "
+            "memory, so kv_host_gib must be above 0",
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,6 +143,11 @@ class SchedulerLimits:
     calm_mixed_tokens: int | None = None  # the same while few sequences wait; None: no less than always
     max_waiting: int  # requests
     prefix_caching: bool = False  # whether pages are kept for requests that begin alike
+    num_frames: int = 0  # of the host tier; with 0 there is none
+    frame_pages: int = 1  # pages of a frame, which are copied at once
+    restore_ms: float = 0.0  # to copy a frame from the host to the device
+    compute_ms: float = 0.0  # to compute the keys and values of a token anew
+    num_disk_pages: int = 0  # with 0 there is no disk tier
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

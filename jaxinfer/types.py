@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import numbers
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -21,6 +22,10 @@ MAX_STOP_STRINGS = 128
 """Most stop strings of one request (the OpenAI API allows 4): each is followed through the text, for every choice."""
 MAX_SALT_CHARS = 256
 """Most characters of a `cache_salt`: room for any digest or token, and it is kept with the pages of the cache."""
+MAX_SESSION_CHARS = 128
+"""Most characters of a session's id, which may name files: most file systems take names of 255 bytes."""
+PRIORITIES = (-(2**31), 2**31 - 1)
+"""First and last to be admitted: 32 bits."""
 MAX_TEMPERATURE = 1e30
 """Highest temperature: far beyond it float32 has none, and logits of minus infinity would not stay so."""
 REPETITION_PENALTIES = (1e-6, 1e6)
@@ -44,6 +49,10 @@ class EngineDead(RuntimeError):
     """The engine stopped; no request can succeed any more. The message is the reason."""
 
 
+class UnknownSession(LookupError):
+    """There is no session of that id, neither in memory nor on disk."""
+
+
 class FinishReason(enum.StrEnum):
     STOP = "stop"  # an EOS id, a stop id or a stop string
     LENGTH = "length"  # max_tokens, or the end of the usable context
@@ -51,9 +60,28 @@ class FinishReason(enum.StrEnum):
     ERROR = "error"  # the engine failed this request; `TokenEvent.error` says why
 
 
+class SessionAction(enum.StrEnum):
+    """What can be done with a session."""
+
+    SAVE = "save"  # writes its pages to disk
+    LOAD = "load"  # brings its pages back from there
+    MANIFEST = "manifest"  # says what it is
+    DELETE = "delete"  # forgets it, in memory and on disk
+
+
 def _check(ok: bool, param: str, message: str) -> None:
     if not ok:
         raise InvalidRequest(message, param=param)
+
+
+_SESSION_ID = re.compile(rf"(?!\.)[A-Za-z0-9._-]{{1,{MAX_SESSION_CHARS}}}")
+
+
+def check_session_id(session_id: object) -> None:
+    """InvalidRequest for what cannot be the id of a session: it may become the name of a file."""
+    ok = isinstance(session_id, str) and _SESSION_ID.fullmatch(session_id) is not None
+    allowed = f"1 to {MAX_SESSION_CHARS} characters of A-Z a-z 0-9 . _ -, the first of them no dot"
+    _check(ok, "session_id", f"session_id is {session_id!r}; it must have {allowed}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +130,10 @@ class SamplingParams:
     """Leave special tokens out of the text."""
     cache_salt: str | None = None
     """Keys and values of earlier requests are used again only where the salt is the same. None: that of no salt."""
+    priority: int = 0
+    """Of the requests that wait, those with a lower number are admitted first; 32 bits."""
+    session_id: str | None = None
+    """The conversation that this goes on with, whose pages can be saved; see `check_session_id`. None: none."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", _strings(self.stop))
@@ -112,9 +144,9 @@ class SamplingParams:
         self._check_collections()
 
     def _check_kinds(self) -> None:
-        for name in ("n", "max_tokens", "min_tokens", "top_k", "seed", "logprobs"):
+        for name in ("n", "max_tokens", "min_tokens", "top_k", "seed", "logprobs", "priority"):
             value = getattr(self, name)
-            optional = name not in ("n", "min_tokens")
+            optional = name not in ("n", "min_tokens", "priority")
             _check(
                 (optional and value is None) or _is_whole(value), name, f"{name} is {value!r}; it must be an integer"
             )
@@ -142,6 +174,8 @@ class SamplingParams:
         within("presence_penalty", lambda f: -2 <= f <= 2, "from -2 to 2")
         within("seed", lambda seed: -(2**63) <= seed < 2**64, "of 64 bits")
         within("logprobs", lambda k: 0 <= k <= MAX_LOGPROBS, f"from 0 to {MAX_LOGPROBS}")
+        first, last = PRIORITIES
+        within("priority", lambda p: first <= p <= last, f"from {first} to {last}")
         _check(
             self.max_tokens is None or self.min_tokens <= self.max_tokens,
             "min_tokens",
@@ -170,6 +204,13 @@ class SamplingParams:
             "cache_salt",
             f"cache_salt has {len(salt or '')} characters; it must have 1 to {MAX_SALT_CHARS}, or be left out",
         )
+        if self.session_id is not None:
+            check_session_id(self.session_id)
+            _check(
+                self.n == 1,
+                "session_id",
+                f"session_id is {self.session_id!r} and n is {self.n}; a session is one sequence, so n must be 1",
+            )
         for string in self.stop:
             _check(isinstance(string, str), "stop", f"stop has {string!r}; it must hold strings")
         _check(
@@ -212,6 +253,8 @@ class Request:
     stop_ids: Sequence[int] = ()  # the output ends with the first of these, once it has min_tokens
     logprobs: int | None = None
     cache_salt: str = ""  # keys and values of earlier requests are used again only where the salt is the same
+    priority: int = 0  # of those that wait, lower numbers are admitted first
+    session_id: str = ""  # the conversation that it goes on with; empty: none
 
     @property
     def has_penalties(self) -> bool:
@@ -264,6 +307,8 @@ class EngineInfo:
     num_pages: int
     max_num_seqs: int
     prefix_caching: bool = False  # whether keys and values of earlier requests are used again
+    num_host_pages: int = 0  # pages of the host's memory that take what leaves the device
+    has_disk_tier: bool = False  # whether pages and sessions are kept on disk
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -275,6 +320,11 @@ class EngineStats:
     num_pages_used: int = 0  # held by sequences
     num_pages_cached: int = 0  # held by none, and kept for requests that begin alike
     num_pages: int = 0
+    num_host_pages_used: int = 0
+    num_host_pages: int = 0
+    num_disk_pages_used: int = 0
+    num_restoring: int = 0  # sequences that wait for pages from the host or the disk
+    num_sessions: int = 0  # known, in memory or on disk
     prompt_tokens: int = 0  # of admitted requests, each counted once
     cached_prompt_tokens: int = 0  # of these, not computed
     num_evictions: int = 0  # cached pages that were given to others
@@ -282,7 +332,27 @@ class EngineStats:
     num_preemptions: int = 0
     num_steps: int = 0
     num_failed_steps: int = 0  # whose requests ended with an error
+    num_offloaded_pages: int = 0  # copied from the device to the host
+    num_restored_pages: int = 0  # copied from the host to the device
+    num_disk_writes: int = 0  # pages written to disk
+    num_disk_reads: int = 0  # pages read from it
     compilations_after_ready: int = 0
+    num_stuck_steps: int = 0  # steps, or waits without any progress, that took longer than step_timeout_s
+    num_nan_requests: int = 0  # ended because the model's logits for them were not numbers
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SessionInfo:
+    """What is known of a session."""
+
+    session_id: str
+    model: str
+    num_tokens: int
+    num_pages: int
+    num_bytes: int  # on disk
+    saved: bool  # on disk
+    saved_at_s: int | None  # seconds since the epoch; None: it is not saved
+    num_cached_tokens: int  # of num_tokens, whose keys and values are in the cache now, on whatever tier
 
 
 class EventReceiver(Protocol):
@@ -324,3 +394,11 @@ class EngineHandle(Protocol):
         ...
 
     async def stats(self) -> EngineStats: ...
+
+    async def session(self, action: SessionAction, session_id: str) -> SessionInfo:
+        """Does something with a session, and says what it is then; once deleted, what it was.
+
+        Raises UnknownSession, InvalidRequest (there is no disk tier, for one), EngineDead, TimeoutError, or
+        RuntimeError with the reason where the disk failed. It goes on in the engine when nobody waits for it.
+        """
+        ...

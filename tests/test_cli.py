@@ -159,6 +159,9 @@ def refusal(args, capsys):
         ([""], "model is empty; give a folder, a GGUF file, a Hub id or an alias"),
         (["--num-pages", "9999999999"], "num_pages is 9999999999; it must be at most 1073741824"),
         (["--max-model-len", "1"], "max_model_len is 1; it must be at least 2"),
+        (["--kv-host-gib", "nan"], "kv_host_gib is nan; it must be from 0 to 1048576 GiB"),
+        (["--kv-disk-dir", "kv"], "kv_disk_dir is 'kv' and kv_host_gib is 0.0; pages go to disk by way of the host's"),
+        (["--step-timeout-s", "0"], "step_timeout_s is 0.0; it must be above 0 and at most 86400 seconds"),
     ],
 )
 def test_configuration_that_cannot_work_is_refused_in_one_line(command, args, message, capsys):
@@ -192,6 +195,21 @@ def test_prefixes_are_cached_unless_that_is_switched_off(flags, expected, monkey
     assert cli.main(["serve", str(GOLDEN), *flags]) == 0
     given = {name: value for name, value in asked.items() if name not in ("host", "port", "server")}
     assert EngineConfig(**given).enable_prefix_caching is expected
+
+
+TIERS = {"kv_host_gib": 2.5, "kv_disk_dir": "/tmp/kv", "kv_disk_gib": 10.0, "step_timeout_s": 60.0}
+
+
+@pytest.mark.parametrize("host", ["--kv-host-gib", "--kv-offloading-size"])
+def test_tiers_and_the_time_limit_of_a_step_are_taken_from_the_command_line(host, monkeypatch):
+    asked = {}
+    monkeypatch.setattr("jaxinfer.serving.serve", lambda **options: asked.update(options))
+    flags = [host, "2.5", "--kv-disk-dir", "/tmp/kv", "--kv-disk-gib", "10", "--step-timeout-s", "60"]
+    assert cli.main(["serve", str(GOLDEN), *flags]) == 0
+    assert {name: asked[name] for name in TIERS} == TIERS
+    asked.clear()
+    assert cli.main(["serve", str(GOLDEN)]) == 0
+    assert not TIERS.keys() & asked.keys()
 
 
 def test_memory_that_holds_no_page_is_refused_in_one_line(monkeypatch, capsys):

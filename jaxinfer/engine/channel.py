@@ -5,10 +5,20 @@ from __future__ import annotations
 import contextlib
 import socket
 import struct
+from typing import Literal, Self
 
 import msgspec
 
-from jaxinfer.types import EngineInfo, EngineStats, Request, TokenEvent
+from jaxinfer.types import (
+    EngineInfo,
+    EngineStats,
+    InvalidRequest,
+    Request,
+    SessionAction,
+    SessionInfo,
+    TokenEvent,
+    UnknownSession,
+)
 
 RECEIVE_BYTES = 2**18
 """Most that one call reads. A step of 256 rows has about 2 kB."""
@@ -32,6 +42,14 @@ class GetStats(msgspec.Struct, tag=True):
     pass
 
 
+class SessionCommand(msgspec.Struct, tag=True):
+    """Does something with a session; `number` is that of the reply, which may be many steps later."""
+
+    number: int
+    action: SessionAction
+    session_id: str
+
+
 class Step(msgspec.Struct, tag=True):
     """What one step did for the requests of one front end.
 
@@ -50,6 +68,43 @@ class Stats(msgspec.Struct, tag=True):
     stats: EngineStats
 
 
+class SessionError(msgspec.Struct):
+    """Why a command failed, so that whoever gave it has the exception that the engine raised."""
+
+    kind: Literal["invalid_request", "unknown_session", "failed"]
+    message: str
+    param: str | None = None
+    code: str = ""
+
+    @classmethod
+    def of(cls, error: BaseException) -> Self:
+        match error:
+            case InvalidRequest():
+                return cls("invalid_request", str(error), error.param, error.code)
+            case UnknownSession():
+                return cls("unknown_session", str(error))
+            case RuntimeError():
+                return cls("failed", str(error))
+        return cls("failed", f"{type(error).__name__}: {error}")
+
+    def exception(self) -> Exception:
+        """InvalidRequest, UnknownSession, or RuntimeError for all else."""
+        match self.kind:
+            case "invalid_request":
+                return InvalidRequest(self.message, param=self.param, code=self.code)
+            case "unknown_session":
+                return UnknownSession(self.message)
+        return RuntimeError(self.message)
+
+
+class SessionReply(msgspec.Struct, tag=True):
+    """To the front end that gave the command of this number: one of the two."""
+
+    number: int
+    info: SessionInfo | None = None
+    error: SessionError | None = None
+
+
 class Ready(msgspec.Struct, tag=True):
     """To the process that started the engine, as is Failed: see EngineProcess."""
 
@@ -60,8 +115,8 @@ class Failed(msgspec.Struct, tag=True):
     reason: str
 
 
-ToEngine = Submit | Abort | GetStats
-FromEngine = Step | Stats
+ToEngine = Submit | Abort | GetStats | SessionCommand
+FromEngine = Step | Stats | SessionReply
 ToOwner = Ready | Failed
 encode = msgspec.msgpack.encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode

@@ -18,18 +18,33 @@ from jaxinfer.engine.channel import (
     Abort,
     Channel,
     GetStats,
+    SessionCommand,
+    SessionReply,
     Stats,
     Step,
     Submit,
     ToEngine,
     decode_from_engine,
 )
-from jaxinfer.types import EngineDead, EngineInfo, EngineStats, EventReceiver, InvalidRequest, Request, TokenEvent
+from jaxinfer.types import (
+    EngineDead,
+    EngineInfo,
+    EngineStats,
+    EventReceiver,
+    InvalidRequest,
+    Request,
+    SessionAction,
+    SessionInfo,
+    TokenEvent,
+    check_session_id,
+)
 
 logger = logging.getLogger(__name__)
 
 STATS_TIMEOUT_S = 10.0
 """A step may take this long before a question about the engine goes unanswered."""
+SESSION_TIMEOUT_S = 300.0
+"""How long a command for a session may take: a cache of 100 GB goes to a disk of 1 GB/s in 100 s."""
 REASON_POLL_S = 0.01
 """How often it is asked why the channel has ended."""
 REASON_TIMEOUT_S = 12.0
@@ -69,6 +84,7 @@ class EngineClient:
         self._waiting: set[int] = set()  # streams that have had no event
         self._late: _Late | None = None
         self._asked: collections.deque[asyncio.Future[EngineStats]] = collections.deque()
+        self._commands: dict[int, asyncio.Future[SessionInfo]] = {}  # for sessions, by number
 
     @property
     def failure(self) -> str | None:
@@ -101,6 +117,17 @@ class EngineClient:
         answer = asyncio.get_running_loop().create_future()
         self._asked.append(answer)
         return await asyncio.wait_for(answer, STATS_TIMEOUT_S)
+
+    async def session(self, action: SessionAction, session_id: str) -> SessionInfo:
+        """Does something with a session; see EngineHandle. TimeoutError after SESSION_TIMEOUT_S."""
+        check_session_id(session_id)
+        number = next(self._numbers)
+        self._send(SessionCommand(number, action, session_id))
+        reply = self._commands[number] = asyncio.get_running_loop().create_future()
+        try:
+            return await asyncio.wait_for(reply, SESSION_TIMEOUT_S)
+        finally:
+            self._commands.pop(number, None)  # a reply that comes later concerns nobody
 
     def close(self) -> None:
         """Ends the channel, and what still runs with EngineDead. From any thread."""
@@ -195,7 +222,12 @@ class EngineClient:
             self.cancel(stream.request_id)
             stream.receiver.fail(error)
 
-    def _answer(self, message: Stats) -> None:
+    def _answer(self, message: Stats | SessionReply) -> None:
+        if isinstance(message, SessionReply):
+            reply = self._commands.pop(message.number, None)
+            if reply is not None and not reply.done():
+                _settle(reply, message)
+            return
         answer = self._asked.popleft()
         if not answer.done():
             answer.set_result(message.stats)
@@ -213,7 +245,17 @@ class EngineClient:
         self._by_id.clear()
         for stream in streams:
             stream.receiver.fail(EngineDead(reason or "the channel to the engine is closed"))
-        while self._asked:
-            answer = self._asked.popleft()
+        answers = [*self._asked, *self._commands.values()]
+        self._asked.clear()
+        self._commands.clear()
+        for answer in answers:
             if not answer.done():
                 answer.set_exception(EngineDead(reason or "the channel to the engine is closed"))
+
+
+def _settle(future: asyncio.Future[SessionInfo], reply: SessionReply) -> None:
+    if reply.error is not None:
+        future.set_exception(reply.error.exception())
+    else:
+        assert reply.info is not None
+        future.set_result(reply.info)

@@ -3,25 +3,47 @@
 from __future__ import annotations
 
 import logging
+import time
+from concurrent.futures import Future
 
-from jaxinfer.runner.runner import InFlight, ModelRunner
+from jaxinfer.runner.runner import InFlight, ModelRunner, StuckStep
+from jaxinfer.scheduler.plan import StepResult
 from jaxinfer.scheduler.scheduler import Scheduler
-from jaxinfer.types import EngineInfo, EngineStats, Request, TokenEvent
+from jaxinfer.types import (
+    EngineInfo,
+    EngineStats,
+    FinishReason,
+    InvalidRequest,
+    Request,
+    SessionAction,
+    SessionInfo,
+    TokenEvent,
+)
 
 MAX_FAILURES = 3
 """Steps that may fail one after the other; the next ends the engine."""
+IDLE_S = 1e-3
+"""Sleep of a step that has nothing to plan and nothing to read: a thousandth of a core, and late by 1 ms at most."""
+NOT_NUMBERS = (
+    "the model's logits for it were not numbers (NaN, or minus infinity for every token), so no token could be chosen"
+)
 log = logging.getLogger(__name__)
 
 
 class Engine:
     """A model that runs requests. Not thread-safe: one thread calls it."""
 
-    def __init__(self, runner: ModelRunner, scheduler: Scheduler, info: EngineInfo):
+    def __init__(self, runner: ModelRunner, scheduler: Scheduler, info: EngineInfo, *, step_timeout_s: float):
+        """step_timeout_s: see EngineConfig."""
         self.info = info
         self._runner = runner
         self._scheduler = scheduler
+        self._step_timeout_s = step_timeout_s
         self._in_flight: InFlight | None = None
+        self._idle_since_s: float | None = None  # on the monotonic clock; None: the last step did something
         self._num_failed_steps = 0
+        self._num_stuck_steps = 0
+        self._num_nan_requests = 0
         self._failures = 0  # since a step last succeeded
 
     @property
@@ -37,35 +59,88 @@ class Engine:
         """Ends a request and frees its pages at once. None if it is not running or waiting."""
         return self._scheduler.abort(request_id)
 
+    def session(self, action: SessionAction, session_id: str) -> Future[SessionInfo]:
+        """Does something with a session. The future is resolved in this thread, in this call or in a later `step`.
+
+        Its error is UnknownSession, InvalidRequest, or RuntimeError where the disk failed.
+        """
+        done: Future[SessionInfo] = Future()
+        done.set_exception(
+            InvalidRequest(
+                f"{action} of session {session_id!r}: there is no disk tier; start with --kv-host-gib (above 0) and "
+                "--kv-disk-dir",
+                code="no_disk_tier",
+            )
+        )
+        return done
+
     def step(self) -> list[TokenEvent]:
         """Launches the next step, then waits for the one before it and returns what that one did.
 
-        A step that fails ends the requests that run with its error, and serving goes on with the device's state made
-        anew; the one after MAX_FAILURES in a row raises its error.
+        A step that fails, or takes longer than step_timeout_s, ends the requests that run with its error, and serving
+        goes on with the device's state made anew; the one after MAX_FAILURES in a row raises its error. A step whose
+        logits are not numbers ends the requests that are at fault, and the others are computed again.
         """
         plan = self._scheduler.next_plan()
         finished, self._in_flight = self._in_flight, None
+        if plan is None and finished is None:
+            return self._idle()
+        self._idle_since_s = None
         try:
             if plan is not None:
                 self._in_flight = self._runner.launch(plan)
-            result = None if finished is None else self._runner.collect(finished)
+            result = None if finished is None else self._runner.collect(finished, self._step_timeout_s)
         except Exception as error:
             return self._recover(error)
         if result is None:
             return []
         self._failures = 0
+        if -1 in result.token_ids.values():
+            return self._recover_from_nan(result)
         return self._scheduler.apply(result)
 
     def _recover(self, error: Exception) -> list[TokenEvent]:
         self._num_failed_steps += 1
         self._failures += 1
+        if isinstance(error, StuckStep):
+            self._num_stuck_steps += 1
+            log.error("%s; what there was:\n%s", error, self._scheduler.describe())
         if self._failures > MAX_FAILURES:
             raise error
         log.error("a step failed; the requests that ran end with its error, and the state is made anew", exc_info=error)
-        self._in_flight = None
-        self._runner.reset()
+        self._reset()
         lines = str(error).splitlines() or [""]
         return self._scheduler.fail(f"the step that computed it failed: {type(error).__name__}: {lines[0]}")
+
+    def _recover_from_nan(self, result: StepResult) -> list[TokenEvent]:
+        """The pools may hold NaN, and the step behind this one has read them: all is made anew."""
+        self._reset()
+        events = self._scheduler.lose_state(result, NOT_NUMBERS)
+        failed = [event.request_id for event in events if event.finish_reason is FinishReason.ERROR]
+        self._num_nan_requests += len(failed)
+        log.error("logits were not numbers; the state is made anew, and these requests end with an error: %s", failed)
+        return events
+
+    def _idle(self) -> list[TokenEvent]:
+        """Nothing can be planned and nothing is in flight. Work that stays so fails after step_timeout_s."""
+        if not self._scheduler.has_work:
+            return []
+        now_s = time.monotonic()
+        if self._idle_since_s is None:
+            self._idle_since_s = now_s
+        if now_s - self._idle_since_s <= self._step_timeout_s:
+            time.sleep(IDLE_S)
+            return []
+        self._idle_since_s = None
+        self._num_stuck_steps += 1
+        reason = f"nothing could be computed for {self._step_timeout_s:g} s (step_timeout_s)"
+        log.error("%s; all requests end with this error. What there was:\n%s", reason, self._scheduler.describe())
+        self._reset()
+        return self._scheduler.fail(reason, waiting_too=True)
+
+    def _reset(self) -> None:
+        self._in_flight = None
+        self._runner.reset()
 
     def stats(self) -> EngineStats:
         """A snapshot. When nothing runs, it also checks that every page came back; the cache may keep any of them."""
@@ -86,6 +161,8 @@ class Engine:
             num_steps=s.num_steps,
             num_failed_steps=self._num_failed_steps,
             compilations_after_ready=self._runner.compilations_after_ready,
+            num_stuck_steps=self._num_stuck_steps,
+            num_nan_requests=self._num_nan_requests,
         )
 
     def close(self) -> None:

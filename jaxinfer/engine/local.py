@@ -8,7 +8,17 @@ import threading
 from collections.abc import Iterable, Iterator
 
 from jaxinfer.engine.engine import Engine
-from jaxinfer.types import EngineDead, EngineInfo, EngineStats, QueueFull, Request, TokenEvent
+from jaxinfer.types import (
+    EngineDead,
+    EngineInfo,
+    EngineStats,
+    QueueFull,
+    Request,
+    SessionAction,
+    SessionInfo,
+    TokenEvent,
+    check_session_id,
+)
 
 
 @dataclasses.dataclass(slots=True)
@@ -58,6 +68,22 @@ class LocalEngine:
         finally:
             for request_id in list(run.pending):
                 self.cancel(request_id)
+
+    def session(self, action: SessionAction, session_id: str) -> SessionInfo:
+        """Does something with a session, and waits for it; the requests of other threads run meanwhile.
+
+        Raises what `Engine.session` does, and EngineDead once the engine is closed.
+        """
+        check_session_id(session_id)
+        with self._lock:
+            self._check_open()
+            done = self._engine.session(action, session_id)
+        while not done.done():
+            with self._lock:
+                if not done.done():  # another thread's step may have done it
+                    self._check_open()
+                    self._deliver(self._engine.step())
+        return done.result()
 
     def cancel(self, request_id: str) -> None:
         """Ends a request without a further event. Does nothing if it has finished."""

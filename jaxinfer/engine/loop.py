@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
+import functools
 import gc
 import os
 import queue
@@ -11,8 +13,10 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, NoReturn
 
 from jaxinfer.engine.channel import (
@@ -22,16 +26,24 @@ from jaxinfer.engine.channel import (
     Failed,
     GetStats,
     Ready,
+    SessionCommand,
+    SessionError,
+    SessionReply,
     Stats,
     Step,
     Submit,
     ToEngine,
     decode_to_engine,
 )
-from jaxinfer.types import FinishReason, QueueFull, TokenEvent
+from jaxinfer.types import FinishReason, QueueFull, SessionInfo, TokenEvent
 
 if TYPE_CHECKING:  # the front end's side of this package never loads JAX
     from jaxinfer.engine.engine import Engine
+
+STEP_MARGIN_S = 10.0
+"""What a step may take beyond twice step_timeout_s: it waits for that long once, and then makes the state anew."""
+NUM_LOOKS = 20
+"""How often the watchdog looks until it has seen one and the same step for too long."""
 
 
 class _FrontEnd:
@@ -66,11 +78,19 @@ Inbox = queue.SimpleQueue[tuple[_FrontEnd | None, ToEngine | None]]
 """Who says what. No message: the front end is gone. No front end: the engine is to end."""
 
 
-def engine_main(fds: str, build: Callable[[], Engine], refusals: tuple[type[Exception], ...] = ()) -> None:
+def engine_main(
+    fds: str,
+    build: Callable[[], Engine],
+    refusals: tuple[type[Exception], ...] = (),
+    *,
+    step_timeout_s: float | None = None,
+) -> None:
     """The engine's process: builds it, then steps while there is work, until its owner's channel closes.
 
     fds: sockets, separated by commas: to the owner, then to each front end; see EngineProcess.
     refusals: errors of `build` that the user can put right: their message is the whole reason, without a traceback.
+    step_timeout_s: a call of `Engine.step` that takes more than twice this and STEP_MARGIN_S ends the process; None: it
+    may take for ever.
     """
     # The owner decides when to stop, and its channel's end says so. A terminal and a service manager send their
     # signals to every process of a server: ended by one, the engine would cut short the streams that are to finish.
@@ -94,7 +114,11 @@ def engine_main(fds: str, build: Callable[[], Engine], refusals: tuple[type[Exce
     gc.freeze()
     try:
         owner.put(Ready(engine.info))
-        _Loop(engine, front_ends, inbox).run()
+        loop = _Loop(engine, front_ends, inbox)
+        if step_timeout_s is not None:
+            max_step_s = 2 * step_timeout_s + STEP_MARGIN_S
+            threading.Thread(target=_watch, args=(loop, owner, max_step_s), daemon=True).start()
+        loop.run()
     except (BrokenPipeError, ConnectionResetError):
         pass
     except Exception as error:
@@ -129,6 +153,23 @@ def _end_with(owner: Channel, reason: str) -> NoReturn:
     os._exit(1)  # at once, as in `engine_main`
 
 
+def _watch(loop: _Loop, owner: Channel, max_step_s: float) -> None:
+    """Ends the process when a step takes longer than `max_step_s`: a thread that hangs in a call cannot be interrupted.
+
+    It counts its own looks, not the time: a process that was stopped for an hour has not hung for one. And it cannot
+    look while a call that hangs keeps the interpreter's lock; calls of JAX do not.
+    """
+    seen, num_looks = 0, 0
+    while num_looks <= NUM_LOOKS:
+        time.sleep(max_step_s / NUM_LOOKS)
+        last, seen = seen, loop.num_turns
+        num_looks = num_looks + 1 if seen == last and seen % 2 else 1
+    reason = f"a step of the engine did not return within {max_step_s:g} s"
+    print(f"{reason}; this is what its threads do:", file=sys.stderr, flush=True)
+    faulthandler.dump_traceback()
+    _end_with(owner, reason)
+
+
 class _Loop:
     """Steps the engine for several front ends."""
 
@@ -137,6 +178,7 @@ class _Loop:
         self._front_ends = list(front_ends)
         self._inbox = inbox
         self._owners: dict[str, tuple[_FrontEnd, int]] = {}  # by the id of each request in progress
+        self.num_turns = 0  # counted at the beginning and at the end of every step: odd while one runs
 
     def run(self) -> None:
         """Returns when the engine is to end."""
@@ -151,7 +193,10 @@ class _Loop:
                 if front_end is None:
                     return
                 self._handle(front_end, message)
-            self._deliver(self._engine.step())
+            self.num_turns += 1
+            events = self._engine.step()
+            self.num_turns += 1
+            self._deliver(events)
 
     def _handle(self, front_end: _FrontEnd, message: ToEngine | None) -> None:
         match message:
@@ -168,6 +213,32 @@ class _Loop:
             case GetStats():
                 with contextlib.suppress(OSError):
                     front_end.channel.put(Stats(self._engine.stats()))
+            case SessionCommand():
+                self._command(front_end, message)
+
+    def _command(self, front_end: _FrontEnd, message: SessionCommand) -> None:
+        """Replies, in this thread, once the engine is done, which may be in a later step.
+
+        What was begun goes on to its end even if the front end leaves: a file that is half written serves nobody.
+        """
+        try:
+            future = self._engine.session(message.action, message.session_id)
+        except Exception as error:  # as if it came with the future: it concerns nobody else
+            self._send_reply(front_end, SessionReply(message.number, error=SessionError.of(error)))
+        else:
+            future.add_done_callback(functools.partial(self._reply, front_end, message.number))
+
+    def _reply(self, front_end: _FrontEnd, number: int, done: Future[SessionInfo]) -> None:
+        error = done.exception()
+        if error is None:
+            self._send_reply(front_end, SessionReply(number, info=done.result()))
+        else:
+            self._send_reply(front_end, SessionReply(number, error=SessionError.of(error)))
+
+    def _send_reply(self, front_end: _FrontEnd, reply: SessionReply) -> None:
+        if front_end in self._front_ends:
+            with contextlib.suppress(OSError):  # it is gone, and the inbox will say so
+                front_end.channel.put(reply)
 
     def _submit(self, front_end: _FrontEnd, message: Submit) -> None:
         request, number = message.request, message.number

@@ -169,7 +169,14 @@ class ServerMetrics(Collector):
         ]
         if prefix == "jaxinfer:":
             text = "Pages that no sequence holds, kept for requests that begin alike."
-            gauges.append(("prefix_cache_pages", text, engine.num_pages_cached))
+            gauges += [
+                ("prefix_cache_pages", text, engine.num_pages_cached),
+                ("kv_host_pages_used", "Pages of the KV cache in the host's memory.", engine.num_host_pages_used),
+                ("kv_host_pages", "Pages that the host's memory has room for.", engine.num_host_pages),
+                ("kv_disk_pages_used", "Pages of the KV cache on disk.", engine.num_disk_pages_used),
+                ("num_requests_restoring", "Sequences that wait for pages from host or disk.", engine.num_restoring),
+                ("num_sessions", "Sessions that are known, in memory or on disk.", engine.num_sessions),
+            ]
         for name, text, value in gauges:
             family = GaugeMetricFamily(prefix + name, text, labels=list(self._labels))
             family.add_metric(list(self._labels.values()), value)
@@ -184,12 +191,18 @@ class ServerMetrics(Collector):
             ("num_preemptions", "Sequences that lost their pages and were computed again.", engine.num_preemptions),
             ("prefix_cache_queries", "Prompt tokens that were looked up in the prefix cache.", looked_up),
             ("prefix_cache_hits", "Prompt tokens that were found in it.", engine.cached_prompt_tokens),
+            ("corrupted_requests", "Requests that ended because logits were no numbers.", engine.num_nan_requests),
         ]
         if prefix == "jaxinfer:":
             counters += [
                 ("steps", "Steps of the engine.", engine.num_steps),
                 ("failed_steps", "Steps that failed, and with them the requests that ran.", engine.num_failed_steps),
+                ("stuck_steps", "Steps and waits that made no progress in time.", engine.num_stuck_steps),
                 ("prefix_cache_evictions", "Pages of the prefix cache that were given up.", engine.num_evictions),
+                ("kv_offloaded_pages", "Pages copied from the device to the host.", engine.num_offloaded_pages),
+                ("kv_restored_pages", "Pages copied from the host to the device.", engine.num_restored_pages),
+                ("kv_disk_written_pages", "Pages written to disk.", engine.num_disk_writes),
+                ("kv_disk_read_pages", "Pages read from disk.", engine.num_disk_reads),
                 (
                     "xla_compilations_after_ready",
                     "Compilations since the server was ready; more than 0 is a fault.",

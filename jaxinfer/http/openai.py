@@ -63,6 +63,8 @@ class _Generation(_Body, kw_only=True, frozen=True):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     cache_salt: str | None = None
+    priority: int | None = None
+    session_id: str | None = None
     user: str | None = None  # names the end user to the provider; it changes nothing in a reply
 
     @property
@@ -111,6 +113,8 @@ class _Generation(_Body, kw_only=True, frozen=True):
             include_stop_str_in_output=bool(self.include_stop_str_in_output),
             skip_special_tokens=_or(self.skip_special_tokens, True),
             cache_salt=self.cache_salt,
+            priority=_or(self.priority, 0),
+            session_id=self.session_id,
         )
 
 
@@ -134,7 +138,13 @@ class CompletionRequest(_Generation, kw_only=True, frozen=True):
             _refuse("best_of", f"best_of is {self.best_of}, n is {n}; only best_of equal to n is supported")
         if self.echo and self.logprobs is not None:
             _refuse("logprobs", "logprobs with echo is not supported: log-probabilities of a prompt are not computed")
-        if (num_choices := len(self.prompts()) * n) > MAX_CHOICES:
+        num_prompts = len(self.prompts())
+        if self.session_id is not None and num_prompts > 1:
+            _refuse(
+                "session_id",
+                f"session_id is {self.session_id!r} with {num_prompts} prompts; a session is one sequence: give one",
+            )
+        if (num_choices := num_prompts * n) > MAX_CHOICES:
             _refuse("prompt", f"{num_choices} choices were asked for; one request may have {MAX_CHOICES}")
 
     def prompts(self) -> list[Prompt]:

@@ -23,6 +23,7 @@ from jaxinfer.http.errors import ClientGone, HttpError, Problem, problem
 from jaxinfer.http.guard import OpenRequests, Receive, Send
 from jaxinfer.http.metrics import CONTENT_TYPE, Counters, ServerMetrics
 from jaxinfer.http.prompts import PromptMaker
+from jaxinfer.http.sessions import session_routes
 from jaxinfer.http.streams import EventStream, Generation, stream_reply, whole_reply
 from jaxinfer.text.chat_template import ChatTemplate
 from jaxinfer.text.tokenizer import Tokenizer
@@ -81,6 +82,7 @@ def create_app(
             Route("/v1/chat/completions", GenerateRoute(frontend, openai.ChatRequest), methods=["POST"]),
             Route("/v1/models", frontend.list_models),
             Route("/v1/models/{name:path}", frontend.show_model),
+            *session_routes(engine, frontend.open_requests),
             Route("/health", frontend.health),
             Route("/ping", frontend.health),
             Route("/version", frontend.version),

@@ -45,7 +45,7 @@ class DeviceState:
     logits: jax.Array  # [R, V] float32: of the last step's rows, R = N; -inf: never sampled
     sampled_slot: jax.Array  # [R] int32: slot of each of these rows; N where the row does not sample
     sampled_position: jax.Array  # [R] int32: position of the token that the row samples
-    last_token: jax.Array  # [N + 1] int32: the token sampled last, which the slot's next decode row computes
+    last_token: jax.Array  # [N + 1] int32: the token sampled last, to be computed next, or sampling.NO_TOKEN
     logprobs: jax.Array  # [N + 1, 1 + 2k] int32: sampling.Logprobs of that token, packed
     sampling: jax.Array  # [N + 1, inputs.SAMPLING_FIELDS] int32: a request's parameters, floats by their bits
     output_counts: jax.Array  # [N + 1, V] int32: occurrences in the output, for slots with penalties

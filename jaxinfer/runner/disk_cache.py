@@ -106,25 +106,40 @@ class DiskCache:
 def is_private(folder: Path) -> bool:
     """Whether only this user can write to `folder`, which is made if it is not there. If not, a warning says why."""
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        info = folder.stat()
+        others = make_private(folder)
     except OSError as error:
         log.warning("compiled steps are not kept: %s", error)
         return False
-    if info.st_uid == os.geteuid() and not info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    if others is None:
         return True
     log.warning(
-        "compiled steps are neither kept nor read: others can write to %s (owner %d, mode %o), and what is in "
-        "it is run as code; make it yours alone (chmod 700) or give another --compile-cache-dir",
-        folder,
-        info.st_uid,
-        stat.S_IMODE(info.st_mode),
+        "compiled steps are neither kept nor read: %s, and what is in it is run as code; make it yours alone "
+        "(chmod 700) or give another --compile-cache-dir",
+        others,
     )
     return False
 
 
+def make_private(folder: Path) -> str | None:
+    """Makes `folder` for this user alone, unless it is there. None if only this user can write to it, else who can.
+
+    OSError if it can be neither made nor looked at.
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    info = folder.stat()
+    if info.st_uid == os.geteuid() and not info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return None
+    return f"others can write to {folder} (owner {info.st_uid}, mode {stat.S_IMODE(info.st_mode):o})"
+
+
 def _read(path: Path) -> bytes:
     """A file of the user's own. OSError for anything else."""
+    with open(open_own(path), "rb") as file:
+        return file.read()
+
+
+def open_own(path: Path) -> int:
+    """A descriptor, to read a file that this user alone can write to. OSError for anything else."""
     # Neither through a link, nor waiting for whoever would write to a pipe.
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
@@ -136,8 +151,7 @@ def _read(path: Path) -> bytes:
     except BaseException:
         os.close(fd)
         raise
-    with open(fd, "rb") as file:
-        return file.read()
+    return fd
 
 
 def _digest(key: str, data: bytes) -> bytes:

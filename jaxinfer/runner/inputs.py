@@ -160,7 +160,7 @@ def history_size(max_model_len: int) -> int:
     return 3 + max_model_len + 2 * MAX_LOGIT_BIAS
 
 
-def pack_history(chunk: PrefillChunk, *, max_model_len: int, vocab_rows: int) -> np.ndarray:
+def pack_history(chunk: PrefillChunk | LongChunk, *, max_model_len: int, vocab_rows: int) -> np.ndarray:
     """The vector for the slot of a chunk that begins an admission."""
     history = chunk.history or ()
     tokens = np.zeros(max_model_len, np.int32)

@@ -108,9 +108,9 @@ def zeros(shapes: HostContext) -> HostContext:
 
 
 def is_whole(host: HostContext) -> bool:
-    """Whether the arrays can be used, which a step that failed may have been the last to do. Waits for them."""
+    """Whether the arrays can be used. Does not wait: those of a step that hangs cannot."""
     arrays = jax.tree.leaves(host)
-    if any(array.is_deleted() for array in arrays):
+    if any(array.is_deleted() or not array.is_ready() for array in arrays):
         return False
     try:
         jax.block_until_ready(arrays)

@@ -12,6 +12,9 @@ from pallas_kernels.dispatch import Target
 from pallas_kernels.sample import api
 from pallas_kernels.sample.api import History, Places
 
+NO_TOKEN = -1
+"""In the place of a token whose row has no logits to choose from: the best of them is NaN or minus infinity."""
+
 
 class Logprobs(api.Logprobs):
     """Of the raw logits: natural log-probabilities. Zeros for rows that did not ask. num_top is `num_top(V)`."""
@@ -59,6 +62,10 @@ def sample(
     return tokens, Logprobs(*logprobs)
 
 
-def argmax(logits: jax.Array) -> jax.Array:
-    """[R] the likeliest token of each row; the lowest id wins ties."""
-    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+def likeliest(logits: jax.Array) -> jax.Array:
+    """[R] int32: the likeliest token of each row, the lowest id among equals; NO_TOKEN where the best is no number."""
+    best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    # Of a row with a NaN that is the place of one, and a row of -inf alone has its best there. So one look-up a row
+    # tells, and no second pass over the logits.
+    logit = logits.at[jnp.arange(best.shape[0]), best].get(mode="promise_in_bounds")
+    return jnp.where(jnp.isfinite(logit), best, NO_TOKEN)

@@ -166,10 +166,12 @@ class StepBuilder:
             slot, position = state.sampled_slot[:num_rows], state.sampled_position[:num_rows]
             rows = sampling.SamplingRows.from_fields(state.sampling[slot])
             history = sampling.History(state.output_counts, state.in_prompt, state.logit_bias)
-            places = sampling.Places(slot, position, slot < self.shape.num_slots)
+            # The step looked at its logits. Where they are not numbers, what any route would make of them is not said.
+            is_bad = state.last_token[slot] == sampling.NO_TOKEN
+            places = sampling.Places(slot, position, (slot < self.shape.num_slots) & ~is_bad)
             tokens, logprobs = sampling.sample(state.logits, rows, history, places, target=self.target)
             return state.replace(
-                last_token=state.last_token.at[slot].set(tokens),
+                last_token=state.last_token.at[slot].set(jnp.where(is_bad, sampling.NO_TOKEN, tokens)),
                 logprobs=state.logprobs.at[slot].set(logprobs.pack()),
                 output_counts=state.output_counts.at[slot, tokens].add(1),
             )
@@ -213,7 +215,7 @@ class StepBuilder:
     def _run(self, params: Params, state: DeviceState, step: inputs.StepInputs, tensor_axis: str | None) -> DeviceState:
         state = self._update(state, step)
         rows = self._rows(state, step)
-        tokens = state.last_token[step.slot[rows.token_row]]
+        tokens = state.last_token[step.slot[rows.token_row]]  # NO_TOKEN reads some row of the table: to no end
         if step.tokens is not None:
             tokens = jnp.where(step.tokens < 0, tokens, step.tokens)
         pools = jax.new_ref(state.k_pages), jax.new_ref(state.v_pages)
@@ -261,6 +263,7 @@ class StepBuilder:
         """Writes the likeliest tokens to the slots of rows, and keeps what the sampler would need.
 
         slot [R]: N where the row does not sample; position [R]: of the token that it samples; logits [R, V].
+        The token is NO_TOKEN where the logits are not numbers; whatever follows from it in that slot is void.
         """
 
         def put(kept: jax.Array, rows: jax.Array) -> jax.Array:
@@ -271,7 +274,7 @@ class StepBuilder:
         unused = jnp.full((logits.shape[0], logits.shape[1] - self.vocab_size), -jnp.inf)
         logits = jax.lax.dynamic_update_slice(logits, unused, (0, self.vocab_size))
         return state.replace(
-            last_token=state.last_token.at[slot].set(sampling.argmax(logits)),
+            last_token=state.last_token.at[slot].set(sampling.likeliest(logits)),
             logits=put(state.logits, logits),
             sampled_slot=put(state.sampled_slot, slot),
             sampled_position=put(state.sampled_position, position),

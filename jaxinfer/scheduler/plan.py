@@ -40,7 +40,10 @@ class PrefillChunk:
 
 
 class CachedPrefix(NamedTuple):
-    """The beginning of a newly admitted sequence that is in the cache already. Its first chunk starts behind it."""
+    """The beginning of a newly admitted sequence that is in the cache already. Its first chunk starts behind it.
+
+    The chunk comes with the same plan, or with a later one where some of the pages are still to arrive from the host.
+    """
 
     slot: int
     pages: Sequence[int]  # for the slot's page table from index 0 on; the last one may be filled in part
@@ -62,20 +65,81 @@ class LongChunk(NamedTuple):
     samples: bool  # as in PrefillChunk
     request: Request  # as in PrefillChunk
     prompt_len: int  # as in PrefillChunk
+    history: Sequence[int] | None = None  # as in PrefillChunk; not None where all of its pages were in the cache
 
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids) or 1
 
 
+class DiskPage(NamedTuple):
+    """A page that is on disk, or is to be: its file is found by `key`, and known by all the rest."""
+
+    key: str
+    parent: str | None  # key of the page before it
+    salt: str
+    tokens: tuple[int, ...]
+
+
+class Offload(NamedTuple):
+    """Copies pages of the device to a frame of the host: page i of the frame is `pages[i]`."""
+
+    frame: int
+    pages: Sequence[int]
+
+
+class Restore(NamedTuple):
+    """Copies pages of a frame back to the device. This takes longer than a step: its end is told by the ticket."""
+
+    ticket: int
+    frame: int
+    places: Sequence[tuple[int, int]]  # place in the frame, page of the device
+
+
+class Save(NamedTuple):
+    """Writes pages of a frame to disk. Its end is told by the ticket."""
+
+    ticket: int
+    frame: int
+    pages: Sequence[tuple[int, DiskPage]]  # place in the frame
+
+
+class Fetch(NamedTuple):
+    """Reads pages from disk into a frame: page i of the frame is `pages[i]`. Its end is told by the ticket."""
+
+    ticket: int
+    frame: int
+    pages: Sequence[DiskPage]
+
+
+class Delete(NamedTuple):
+    """Deletes pages from disk."""
+
+    pages: Sequence[DiskPage]
+
+
+Transfer = Offload | Restore | Save | Fetch | Delete
+
+
+class Transferred(NamedTuple):
+    """A transfer with a ticket is done. For Restore: its copies are queued before whatever is launched from now on."""
+
+    ticket: int
+    failed: frozenset[str] = frozenset()  # keys of pages that could not be written or read
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step of the device. Decode rows come first; every row is another slot."""
+    """One step of the device. Decode rows come first; every row is another slot.
+
+    Without rows there is no step, only what comes before it, and no result.
+    """
 
     step: int
     decodes: Sequence[DecodeRow]
     prefills: Sequence[PrefillChunk]
-    prefixes: Sequence[CachedPrefix] = ()  # of some of `prefills`, put in place before the step, in this order
+    prefixes: Sequence[CachedPrefix] = ()  # put in place before the step, in this order
+    transfers: Sequence[Transfer] = ()  # begun before all else, in this order
     long: LongChunk | None = None  # the only row, if there is one
 
     @property
@@ -92,18 +156,19 @@ class StepPlan:
     def is_plain(self) -> bool:
         """Whether the argmax of the raw logits is all that any row asks for."""
         return all(row.plain for row in self.decodes) and all(
-            chunk.request.is_plain for chunk in self._chunks if chunk.samples
+            chunk.request.is_plain for chunk in self.chunks if chunk.samples
         )
 
     @property
     def wants_logprobs(self) -> bool:
         """Whether any row's log-probabilities are read."""
         return any(row.logprobs for row in self.decodes) or any(
-            chunk.request.logprobs is not None for chunk in self._chunks if chunk.samples
+            chunk.request.logprobs is not None for chunk in self.chunks if chunk.samples
         )
 
     @property
-    def _chunks(self) -> Sequence[PrefillChunk | LongChunk]:
+    def chunks(self) -> Sequence[PrefillChunk | LongChunk]:
+        """All rows but the decode rows."""
         return self.prefills if self.long is None else (self.long,)
 
 
@@ -112,5 +177,5 @@ class StepResult:
     """What the rows of a plan sampled, by slot: rows of chunks that do not sample are absent."""
 
     step: int
-    token_ids: dict[int, int]  # slot -> token
+    token_ids: dict[int, int]  # slot -> token; -1: its logits were not numbers, and no token could be chosen
     logprobs: dict[int, TokenLogprobs]  # slot -> log-probabilities, for requests that asked

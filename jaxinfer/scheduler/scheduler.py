@@ -22,13 +22,19 @@ The engine makes plan n+1 before it reads the result of step n. Six things follo
 
 from __future__ import annotations
 
+import bisect
 from collections import deque
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from jaxinfer.config import ConfigError, SchedulerLimits
+from jaxinfer.scheduler import report
+from jaxinfer.scheduler.disk_tier import DiskTier
+from jaxinfer.scheduler.host_tier import HostTier
 from jaxinfer.scheduler.pages import PagePool
-from jaxinfer.scheduler.plan import CachedPrefix, DecodeRow, PrefillChunk, StepPlan, StepResult
+from jaxinfer.scheduler.plan import CachedPrefix, DecodeRow, PrefillChunk, StepPlan, StepResult, Transferred
 from jaxinfer.scheduler.prefix import MISS, Hit, PrefixCache
+from jaxinfer.scheduler.queue import WaitingQueue, is_overtaken, order_key
 from jaxinfer.scheduler.sequence import Sequence
 from jaxinfer.types import InvalidRequest, QueueFull, Request, TokenEvent
 
@@ -36,7 +42,8 @@ MAX_IN_FLIGHT = 2
 """Plans whose results are not read yet: the step that runs and the one queued behind it."""
 WAITING_SHARE = 4
 """Decoding sequences for each one that waits, below which prompts are computed as fast as streams may bear."""
-NOBODY: tuple[Sequence | None, int, int] = (None, 0, 0)
+MAX_REFUSED = 8
+"""Sequences that wait on, having been looked at, before no more are looked at for a plan."""
 
 
 class _Flight(NamedTuple):
@@ -65,17 +72,29 @@ class Scheduler:
         self.generation_tokens = 0  # read from the device and told to clients
         self.num_preemptions = 0
         self.num_steps = 0  # planned so far; the next plan's number
-        self._cache = PrefixCache(self.pool, limits.page_size)  # stays empty without limits.prefix_caching
+        # Stays empty without limits.prefix_caching.
+        self._host = HostTier(limits.num_frames, limits.frame_pages)
+        self._disk = DiskTier(limits.num_disk_pages)
+        self._cache = PrefixCache(self.pool, limits.page_size, self._host, self._disk)
         self._sequences: dict[str, Sequence] = {}  # by request id; running and waiting
-        self._running: list[Sequence] = []  # in the order of admission; only the last may be in prefill
-        self._waiting: deque[Sequence] = deque()  # preempted ones in front, in the order of their admission
+        self._running: list[Sequence] = []  # in the order of `order_key`: the last is the first to give way
+        self._prefilling: Sequence | None = None  # of these, the only one that may be in the middle of its prompt
+        self._restoring: list[Sequence] = []  # admitted, and waiting for pages to arrive
+        self._ready: deque[Sequence] = deque()  # admitted, their pages have arrived, and they have no chunk yet
+        self._waiting = WaitingQueue()
         self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))  # a stack: slot 0 is given out first
         self._in_flight: deque[_Flight] = deque()
-        self._refused = NOBODY  # the head of the queue when it was last looked at, and what there was for it
+        self._num_arrived = 0
 
     @property
     def num_running(self) -> int:
-        return len(self._running)
+        """Those that wait for pages to arrive included."""
+        return len(self._running) + len(self._ready) + len(self._restoring)
+
+    @property
+    def num_restoring(self) -> int:
+        """Admitted sequences that wait for pages to arrive."""
+        return len(self._restoring)
 
     @property
     def num_waiting(self) -> int:
@@ -93,8 +112,8 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether a request is unfinished."""
-        return bool(self._sequences)
+        """Whether a request is unfinished, or a transfer."""
+        return bool(self._sequences) or self._cache.has_work
 
     def submit(self, request: Request) -> None:
         """Queues a request. Raises InvalidRequest for one that can never run, and QueueFull."""
@@ -115,7 +134,7 @@ class Scheduler:
                 param="prompt",
                 code="context_length_exceeded",
             )
-        seq = Sequence(request, limits.max_model_len)
+        seq = Sequence(request, limits.max_model_len, self._num_arrived)
         num_pages = self._num_pages(seq.max_computed)
         if num_pages > limits.num_pages:
             raise InvalidRequest(
@@ -126,8 +145,9 @@ class Scheduler:
             )
         if len(self._waiting) >= limits.max_waiting:
             raise QueueFull(f"{len(self._waiting)} requests wait already; the limit is {limits.max_waiting}")
+        self._num_arrived += 1
         self._sequences[request.request_id] = seq
-        self._waiting.append(seq)
+        self._waiting.add(seq)
 
     def abort(self, request_id: str) -> TokenEvent | None:
         """Ends a request now and frees what it holds. None, and nothing happens, if it is unknown or has finished."""
@@ -139,33 +159,67 @@ class Scheduler:
         return event
 
     def clear_prefix_cache(self) -> None:
-        """Forgets every cached page. Sequences that run go on, and leave nothing of what they have computed so far."""
+        """Forgets every cached page but those on disk.
+
+        Sequences that run go on, and leave nothing of what they have computed so far; those whose pages were to arrive
+        wait again.
+        """
+        for seq in (*self._restoring, *self._ready):
+            self._preempt(seq)
         self._cache.clear()
         for seq in self._running:
             seq.is_cacheable = False
 
-    def fail(self, reason: str) -> list[TokenEvent]:
+    def fail(self, reason: str, *, waiting_too: bool = False) -> list[TokenEvent]:
         """After a step that failed: what was on the device is lost, and the plans in flight have no result.
 
-        Ends every sequence that runs, since a row of each was in them, with an error. Those that wait go on waiting;
-        a token that was in flight for one of them is sampled anew.
+        Ends every sequence that runs, since a row of each was in them, with an error. Others wait on if they may.
         """
-        self._in_flight.clear()
-        self.clear_prefix_cache()
+        self._drop_plans()
         events: list[TokenEvent] = []
-        for seq in tuple(self._running):
+        for seq in (*self._running, *(self._waiting if waiting_too else ())):
             events.append(seq.fail(reason))
             self._remove(seq)
-        for seq in self._waiting:
-            seq.num_in_flight = 0
         return events
+
+    def lose_state(self, result: StepResult, reason: str) -> list[TokenEvent]:
+        """Takes in a step that gave no token, but -1, for some slots: the keys and values of all are given up.
+
+        Ends the sequences of these slots with an error, but not one that had begun with pages of others, which may be
+        at fault: it is computed once more, from nothing. The other slots' tokens count, so that such a step advances
+        somebody, too. All that run go back to the queue, to be computed again from their known tokens.
+        """
+        samplers = self._in_flight[0].samplers
+        bad = [samplers.pop(slot) for slot, token in result.token_ids.items() if token < 0]
+        events = self.apply(result)
+        self._drop_plans()
+        for seq in bad:
+            if seq.prefix_len and not seq.is_suspect:
+                seq.is_suspect = True
+            elif not seq.finished:
+                events.append(seq.fail(reason))
+                self._remove(seq)
+        while self._running:
+            self._preempt(self._running[-1])
+        return events
+
+    def _drop_plans(self) -> None:
+        """Forgets the plans in flight, whose tokens are to be sampled anew, and all that is cached."""
+        self._in_flight.clear()
+        self.clear_prefix_cache()
+        for seq in self._sequences.values():
+            seq.num_in_flight = 0
+
+    def describe(self) -> str:
+        """What it holds, in some lines for a log."""
+        return report.describe(self.pool, self._running, self._waiting, {f.step: f.samplers for f in self._in_flight})
 
     def next_plan(self) -> StepPlan | None:
         """Plans one step, or returns None when there is nothing that can be planned before another `apply`.
 
         Every sequence that decodes gets a row in every step. What is left of the token limit (`max_mixed_tokens` beside
-        decode rows, else `max_step_tokens`) goes to prompts, first come, first served, cut wherever the limit falls.
-        So only the last of the running sequences can be in the middle of its prompt.
+        decode rows, else `max_step_tokens`) goes to prompts, in the order of admission, cut wherever the limit falls.
+        So only one of the running sequences can be in the middle of its prompt.
         """
         if len(self._in_flight) >= MAX_IN_FLIGHT:
             raise RuntimeError(f"{len(self._in_flight)} plans are in flight; apply one first")
@@ -173,12 +227,25 @@ class Scheduler:
         decodes = self._plan_decodes(samplers)
         prefixes: list[CachedPrefix] = []
         prefills = self._plan_prefills(len(decodes), samplers, prefixes)
-        if not decodes and not prefills:
+        transfers = self._cache.take_transfers()
+        if not (decodes or prefills or prefixes or transfers):
             return None
-        plan = StepPlan(self.num_steps, decodes, prefills, prefixes)
-        self._in_flight.append(_Flight(self.num_steps, samplers))
+        plan = StepPlan(self.num_steps, decodes, prefills, prefixes, transfers)
+        if plan.num_rows:
+            self._in_flight.append(_Flight(self.num_steps, samplers))
         self.num_steps += 1
         return plan
+
+    def transferred(self, done: Transferred) -> None:
+        """Takes in the end of a transfer between the tiers."""
+        self._cache.transferred(done)
+        for seq in tuple(self._restoring):
+            seq.tickets.discard(done.ticket)
+            if not seq.tickets:
+                self._restoring.remove(seq)
+                self._ready.append(seq)
+        for seq in self._waiting:
+            seq.fetching.discard(done.ticket)
 
     def apply(self, result: StepResult) -> list[TokenEvent]:
         """Takes in what a step sampled: one event for every sequence that got a token and had not ended before.
@@ -205,19 +272,26 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Raises PageError or RuntimeError unless pages, slots, queues and planned counts agree. O(pages + tokens)."""
-        self._cache.check_integrity((seq.request.cache_salt, seq.known_in_cache(), seq.pages) for seq in self._running)
-        held = [seq.slot for seq in self._running]
+        admitted = [*self._running, *self._restoring, *self._ready]
+        self._cache.check_integrity((seq.request.cache_salt, seq.known_in_cache(), seq.pages) for seq in admitted)
+        held = [seq.slot for seq in admitted]
         if sorted([*self._free_slots, *(-1 if slot is None else slot for slot in held)]) != list(
             range(self.limits.max_num_seqs)
         ):
             raise RuntimeError(f"slots {held} are held and {self._free_slots} free; each must be there once")
-        if {id(seq) for seq in self._sequences.values()} != {id(seq) for seq in (*self._running, *self._waiting)}:
+        if {id(seq) for seq in self._sequences.values()} != {id(seq) for seq in (*admitted, *self._waiting)}:
             raise RuntimeError("the sequences by id are not those that run or wait")
+        for order in (self._running, list(self._waiting)):
+            if order != sorted(order, key=order_key):
+                raise RuntimeError(f"sequences {[seq.request_id for seq in order]} are not in order")
         for seq in self._sequences.values():
             self._check_sequence(seq)
-        for seq in self._running[:-1]:
-            if seq.num_computed < seq.prefill_end:
-                raise RuntimeError(f"{seq.request_id!r} is in prefill, and a later one runs")
+        for seq in self._running:
+            if seq.num_computed < seq.prefill_end and seq is not self._prefilling:
+                raise RuntimeError(f"{seq.request_id!r} is in prefill, and is not the one whose turn it is")
+        for seq in admitted:
+            if bool(seq.tickets) != (seq in self._restoring):
+                raise RuntimeError(f"{seq.request_id!r} waits for transfers {seq.tickets}, and is in another list")
 
     def _check_sequence(self, seq: Sequence) -> None:
         name, known, in_flight = seq.request_id, len(seq.tokens), seq.num_in_flight
@@ -244,13 +318,13 @@ class Scheduler:
         """A row for every running sequence that has its prompt behind it and its length limit ahead."""
         page_size = self.limits.page_size
         rows: list[DecodeRow] = []
-        # Oldest first, so that a preempted sequence, always the youngest, has no row in this plan yet.
+        # In this order, so that a preempted sequence, always the last, has no row in this plan yet.
         for seq in tuple(self._running):
             if not seq.prefill_end <= seq.num_computed < seq.max_computed:
                 continue
             slot = seq.slot
             if slot is None:
-                break  # preempted for an older one, and so are all that follow
+                break  # preempted for an earlier one, and so are all that follow
             new_page = None
             if seq.num_computed % page_size == 0:
                 new_page = self._take_page(seq)
@@ -261,22 +335,22 @@ class Scheduler:
         return rows
 
     def _take_page(self, seq: Sequence) -> int | None:
-        """A page for a decode row of `seq`. None: there was none, and `seq` itself was the youngest to give way.
+        """A page for a decode row of `seq`. None: there was none, and `seq` itself was the last and gave way.
 
-        The oldest sequence never gives way while another runs, and alone it fits (`submit` saw to that): so the oldest
-        always advances, and every sequence becomes the oldest in the end.
+        The first sequence never gives way while another runs, and alone it fits (`submit` saw to that) once no page is
+        to arrive any more: so the first always advances, and every sequence becomes the first in the end.
         """
         while not self.pool.num_free:
-            youngest = self._running[-1]
-            self._preempt(youngest)
-            if youngest is seq:
+            last = self._ready[-1] if self._ready else self._running[-1]
+            self._preempt(last)
+            if last is seq:
                 return None
         return self._cache.alloc(1)[0]
 
     def _preempt(self, seq: Sequence) -> None:
-        """Sends the youngest running sequence back to the front of the queue; its cache will be computed again."""
+        """Sends an admitted sequence back to its place in the queue. The cache keeps its pages while it can."""
         self._release(seq)
-        self._waiting.appendleft(seq)
+        self._waiting.add(seq)
         self.num_preemptions += 1
 
     def _plan_prefills(
@@ -285,12 +359,11 @@ class Scheduler:
         """Chunks of known tokens: of the sequence in prefill, then of those newly admitted, while tokens are left."""
         limits = self.limits
         chunks: list[PrefillChunk] = []
-        seq = self._running[-1] if self._running else None
-        in_prefill = seq is not None and seq.num_computed < seq.prefill_end
-        num_waiting = len(self._waiting) + in_prefill
+        seq = self._prefilling
+        num_waiting = len(self._waiting) + len(self._ready) + (seq is not None)
         limit = self._mixed_limit(num_decodes, num_waiting) if num_decodes else limits.max_step_tokens
         num_left = limit - num_decodes
-        if not in_prefill:
+        if seq is None:
             seq = self._admit(prefixes)
         # There is a token left for it: it has no decode row, so there are fewer of these than max_mixed_tokens.
         while seq is not None:
@@ -298,6 +371,7 @@ class Scheduler:
             chunks.append(chunk)
             if chunk.samples:
                 samplers[chunk.slot] = seq
+            self._prefilling = seq if seq.num_computed < seq.prefill_end else None
             if limits.prefix_caching and seq.is_cacheable:
                 filled = range(chunk.start // limits.page_size, seq.num_computed // limits.page_size)
                 self._cache.insert(seq.request.cache_salt, seq.tokens, seq.pages, filled, self.num_steps)
@@ -318,43 +392,99 @@ class Scheduler:
         return min(max(limits.calm_mixed_tokens, 2 * num_decodes), limits.max_mixed_tokens)
 
     def _admit(self, prefixes: list[CachedPrefix]) -> Sequence | None:
-        """Gives the head of the queue a slot and the pages of its known tokens; None if it, and so all, have to wait.
+        """Gives slots and pages to sequences that wait, until one can run; returns that one, or None.
 
-        Adds to `prefixes` what of it is in the cache. If nothing runs, every page is free and nothing is kept for
-        others, so the head is admitted.
+        Adds to `prefixes` what of them is in the cache. If nothing runs and nothing is to arrive, every page is free
+        and nothing is kept for others, so the first of the queue is admitted.
         """
-        if not self._waiting or not self._free_slots:
-            return None
-        seq = self._waiting[0]
-        if seq.num_in_flight:
+        if self._ready:
+            return self._run(self._ready.popleft())
+        num_refused = 0
+        for seq in self._waiting.first(len(self._free_slots) + MAX_REFUSED):
+            if not self._free_slots or num_refused == MAX_REFUSED:
+                break
+            if (hit := self._admits(seq)) is None:
+                if is_overtaken(seq) or seq.was_admitted:
+                    break  # one that was preempted is not passed: its pages would go to the others
+                num_refused += 1
+                continue
+            self._give(seq, hit, prefixes)
+            if not seq.tickets:
+                return self._run(seq)
+            self._restoring.append(seq)
+        return None
+
+    def _run(self, seq: Sequence) -> Sequence:
+        bisect.insort(self._running, seq, key=order_key)
+        return seq
+
+    def _admits(self, seq: Sequence) -> Hit | None:
+        """What the cache has for a sequence that waits; None if there is no room for it now."""
+        if seq.num_in_flight or seq.fetching:
             return None
         # To match 100,000 tokens takes milliseconds: not in every step in which nothing has changed for the better.
-        now = seq, self.pool.num_free, self._cache.num_added
-        before, self._refused = self._refused, now
-        if self.limits.prefix_caching and before[0] is seq and before[1] >= now[1] and before[2] == now[2]:
+        now, before = (self.pool.num_free, self._cache.num_added), seq.refused
+        if self.limits.prefix_caching and before is not None and before[0] >= now[0] and before[1] == now[1]:
             return None
         known, hit = len(seq.tokens), self._match(seq)
+        if hit.fetched:
+            if self._fetch(seq, hit):
+                return None
+            hit = self._match(seq)  # to have made room for what is not fetched may have cost some of it
         with_first_decode = self._num_pages(min(known + 1, seq.max_computed))
         num_spare = self.pool.num_free - hit.num_unheld - (with_first_decode - len(hit.pages))
         if num_spare < 0 or num_spare < self._num_pages_until_decode(known - hit.num_tokens):
+            seq.refused = now
             return None
-        self._refused = NOBODY
-        self._waiting.popleft()
+        return hit
+
+    def _give(self, seq: Sequence, hit: Hit, prefixes: list[CachedPrefix]) -> None:
+        """Gives a sequence a slot and the pages of its known tokens."""
+        self._waiting.admit(seq)
         if not seq.was_admitted:
             self.prompt_tokens += seq.prompt_len
             self.cached_prompt_tokens += hit.num_tokens
-        slot, pages = self._free_slots.pop(), self._cache.take(hit, self._num_pages(known) - len(hit.pages))
-        seq.admit(slot, pages, hit.num_tokens)
-        self._running.append(seq)
+        slot = self._free_slots.pop()
+        grant = self._cache.take(hit, self._num_pages(len(seq.tokens)) - len(hit.pages))
+        seq.admit(slot, grant.pages, hit.num_tokens, grant.tickets)
         if hit.num_tokens:
-            prefixes.append(CachedPrefix(slot, pages[: self._num_pages(hit.num_tokens)], hit.source))
-        return seq
+            prefixes.append(CachedPrefix(slot, grant.pages[: self._num_pages(hit.num_tokens)], hit.source))
 
     def _match(self, seq: Sequence) -> Hit:
-        """What the cache has of its known tokens but the last: that one is computed, as a token is sampled from it."""
-        if not self.limits.prefix_caching:
+        """What the cache has of its known tokens but the last: that one is computed, as a token is sampled from it.
+
+        Without what would take longer to copy from the host than to compute.
+        """
+        if not self.limits.prefix_caching or seq.is_suspect:
             return MISS
-        return self._cache.match(seq.request.cache_salt, seq.tokens[:-1], self.num_steps)
+        hit = self._cache.match(seq.request.cache_salt, seq.tokens[:-1], self.num_steps)
+        if hit.tail is not None and not self._is_worth_restoring(hit, len(hit.pages) + len(hit.restored)):
+            full = (len(hit.pages) + len(hit.restored)) * self.limits.page_size
+            hit = hit._replace(tail=None, num_tokens=full)
+        if hit.restored and not self._is_worth_restoring(hit, len(hit.pages)):
+            return Hit(len(hit.pages) * self.limits.page_size, hit.pages, None, hit.num_unheld)
+        return hit
+
+    def _is_worth_restoring(self, hit: Hit, num_pages: int) -> bool:
+        """Whether what a hit has behind its first `num_pages` comes quicker from the host than it is computed."""
+        nodes = [*hit.restored, *([hit.tail] if hit.tail else [])][num_pages - len(hit.pages) :]
+        num_frames = len({node.frame.number for node in nodes if node.frame})
+        num_tokens = hit.num_tokens - num_pages * self.limits.page_size
+        return num_frames * self.limits.restore_ms <= num_tokens * self.limits.compute_ms
+
+    def _fetch(self, seq: Sequence, hit: Hit) -> bool:
+        """Has what the disk has for a sequence read to the host, once; whether it waits for that."""
+        if (ticket := hit.fetched[0].ticket) is not None:
+            seq.fetching.add(ticket)  # for another one, it is on its way
+            return True
+        if seq.was_fetched:
+            return False
+        seq.was_fetched = True
+        nodes = hit.fetched[: self._host.num_pages // 2]
+        while nodes and (ticket := self._cache.fetch(nodes)) is not None:
+            seq.fetching.add(ticket)
+            nodes = nodes[self.limits.frame_pages :]
+        return bool(seq.fetching)
 
     def _num_pages_until_decode(self, num_tokens: int) -> int:
         """Most pages that the running sequences take before a newcomer has computed its `num_tokens` and decodes.
@@ -364,23 +494,37 @@ class Scheduler:
         `page_size` takes a page in a step. The first chunk has at least 1 token, later ones what the decode rows leave;
         nobody else is admitted before the prompt is done. Sequences that end meanwhile only free pages.
         """
-        num_running = len(self._running)
+        num_running = self.num_running
         per_step = min(self.limits.max_step_tokens, self._mixed_limit(num_running, 0) - num_running)
         num_steps = -(-(num_tokens - 1) // per_step) + 1
         page_size, total = self.limits.page_size, 0
-        for seq in self._running:
-            end = min(seq.num_computed + num_steps, seq.max_computed)
+        for seq in self._admitted():
+            end = min(max(seq.num_computed, seq.prefill_end) + num_steps, seq.max_computed)
             total += -(-end // page_size) - len(seq.pages)
         return total
 
+    def _admitted(self) -> Iterator[Sequence]:
+        yield from self._running
+        yield from self._ready
+        yield from self._restoring
+
     def _release(self, seq: Sequence) -> None:
-        """Frees slot and pages of a running sequence; safe while steps that use them are in flight (see the top)."""
+        """Frees slot and pages of an admitted sequence; safe while steps that use them are in flight (see the top)."""
         assert seq.slot is not None
-        self._running.remove(seq)
+        tokens = seq.known_in_cache()
+        for waits in (self._restoring, self._ready):
+            if seq in waits:
+                waits.remove(seq)
+                # It has computed nothing: of what it was given, the full pages are the cache's anyway.
+                tokens = tokens[: len(tokens) // self.limits.page_size * self.limits.page_size]
+                break
+        else:
+            self._running.remove(seq)
+        if seq is self._prefilling:
+            self._prefilling = None
         self._free_slots.append(seq.slot)
         is_kept = self.limits.prefix_caching and seq.is_cacheable
-        tokens = seq.known_in_cache() if is_kept else ()
-        self._cache.release(seq.request.cache_salt, tokens, seq.release(), self.num_steps - 1)
+        self._cache.release(seq.request.cache_salt, tokens if is_kept else (), seq.release(), self.num_steps - 1)
 
     def _remove(self, seq: Sequence) -> None:
         """Forgets a sequence that has ended, be it running or waiting."""

@@ -20,9 +20,12 @@ class Sequence:
     """
 
     __slots__ = (
+        "arrival",
+        "fetching",
         "finished",
         "is_cacheable",
         "is_plain",
+        "is_suspect",
         "max_computed",
         "max_output",
         "min_len",
@@ -30,21 +33,26 @@ class Sequence:
         "num_computed",
         "num_in_flight",
         "num_logprobs",
+        "num_overtaken",
         "pages",
         "prefill_end",
         "prefix_len",
         "prompt_len",
+        "refused",
         "request",
         "request_id",
         "slot",
         "stop_ids",
+        "tickets",
         "tokens",
         "was_admitted",
+        "was_fetched",
     )
 
-    def __init__(self, request: Request, max_model_len: int):
-        """`max_model_len`: tokens, prompt and output together."""
+    def __init__(self, request: Request, max_model_len: int, arrival: int):
+        """`max_model_len`: tokens, prompt and output together. `arrival`: the higher, the later it came."""
         self.request = request
+        self.arrival = arrival
         self.request_id = request.request_id
         self.num_logprobs = request.logprobs  # alternatives per token; None: no log-probabilities at all
         self.is_plain = request.is_plain
@@ -63,19 +71,28 @@ class Sequence:
         self.prefix_len = 0  # tokens that were in the cache at this admission: chunks begin behind them
         self.num_cached = 0  # tokens of the prompt that were in the cache when it was admitted first
         self.is_cacheable = True  # whether what its pages hold may be used by others
+        # Whether its logits were not numbers once, when it had begun with pages of others: it goes on with none of them
+        # and gives none away, so that a second time would be its own fault.
+        self.is_suspect = False
         self.was_admitted = False
         self.finished = False
+        self.num_overtaken = 0  # admissions of others that came later, while this one waited
+        self.refused: tuple[int, int] | None = None  # what there was when it was not admitted: see `Scheduler._admits`
+        self.tickets: set[int] = set()  # transfers to be done before its first chunk
+        self.fetching: set[int] = set()  # transfers to be done before it is looked at again
+        self.was_fetched = False  # whether pages were read from disk for it
 
-    def admit(self, slot: int, pages: list[int], prefix_len: int) -> None:
+    def admit(self, slot: int, pages: list[int], prefix_len: int, tickets: set[int]) -> None:
         """Gives it a slot and the pages of all its known tokens, of which the first `prefix_len` are in the cache.
 
-        Nothing may be in flight: every token is known.
+        Nothing may be in flight: every token is known. It runs once the transfers of `tickets` are done.
         """
         self.slot = slot
         self.pages = pages
+        self.tickets = tickets
         self.prefill_end = len(self.tokens)
         self.prefix_len = self.num_computed = prefix_len
-        self.is_cacheable = True
+        self.is_cacheable = not self.is_suspect
         if not self.was_admitted:
             self.num_cached = prefix_len
         self.was_admitted = True
@@ -84,6 +101,8 @@ class Sequence:
         """Takes slot and pages away; the cache is as good as empty. Returns the pages, which are now the caller's."""
         pages, self.pages = self.pages, []
         self.slot = None
+        self.tickets = set()
+        self.refused = None
         self.num_computed = 0
         self.prefill_end = 0
         return pages

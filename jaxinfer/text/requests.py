@@ -44,6 +44,11 @@ def lower(
         raise InvalidRequest(
             "stop needs a tokenizer, and the model has none; stop_token_ids works without one", param="stop"
         )
+    if sampling.session_id is not None and not info.prefix_caching:
+        raise InvalidRequest(
+            f"session_id is {sampling.session_id!r}, but the server keeps nothing of a request: prefix caching is off",
+            param="session_id",
+        )
     _check_ids(sampling.logit_bias, "logit_bias", info)
     _check_ids(sampling.stop_token_ids, "stop_token_ids", info)
     stop_ids = _stop_ids(sampling, info, tokenizer)
@@ -65,6 +70,8 @@ def lower(
         stop_ids=stop_ids,
         logprobs=sampling.logprobs,
         cache_salt=sampling.cache_salt or "",
+        priority=sampling.priority,
+        session_id=sampling.session_id or "",
     )
     return [
         dataclasses.replace(first, request_id=f"{request_id}-{j}", seed=sample_seed(seed, j)) for j in range(sampling.n)

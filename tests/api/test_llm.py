@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import threading
@@ -230,6 +231,29 @@ def test_prompts_that_are_in_no_order_are_refused(llm, prompts):
 def test_sampling_params_of_another_kind_are_refused(llm, params):
     with pytest.raises(InvalidRequest, match="sampling_params is the .*; a SamplingParams, or a list of them"):
         llm.generate("a", params)
+
+
+def test_a_session_has_one_prompt_so_several_are_refused_before_any_runs(llm):
+    before = llm.stats()
+    one, other = (dataclasses.replace(GREEDY, session_id=session_id) for session_id in ("chat-1", "chat-2"))
+    for sampling in (one, [one, other, one]):
+        with pytest.raises(InvalidRequest, match=r"session_id is 'chat-1' with [23] prompts; a session is one seq"):
+            llm.generate(PROMPTS[:3], sampling)
+    assert llm.stats() == before
+    assert len(llm.generate(PROMPTS[:3], [one, other, GREEDY])) == 3
+
+
+@pytest.mark.parametrize("name", ["save_session", "load_session", "delete_session"])
+def test_sessions_without_a_disk_tier_are_refused_with_what_gives_one(llm, name):
+    act = getattr(llm, name)
+    with pytest.raises(InvalidRequest, match=r"no disk tier; .*--kv-host-gib .*--kv-disk-dir"):
+        act("chat-1")
+    with pytest.raises(InvalidRequest, match=r"session_id is '\.\./x'; it must have 1 to 128"):
+        act("../x")
+
+
+def test_priority_changes_no_token(llm):
+    assert only(llm.generate("a", dataclasses.replace(GREEDY, priority=-3))) == only(llm.generate("a", GREEDY))
 
 
 def test_chat_needs_a_template_and_uses_the_one_there_is(llm, monkeypatch):

@@ -6,9 +6,21 @@ import collections
 import sys
 import threading
 import time
+from concurrent.futures import Future
+
+import pytest
 
 from jaxinfer.engine.local import LocalEngine
-from jaxinfer.types import FinishReason, QueueFull, Request, TokenEvent
+from jaxinfer.types import (
+    EngineDead,
+    FinishReason,
+    InvalidRequest,
+    QueueFull,
+    Request,
+    SessionAction,
+    TokenEvent,
+    UnknownSession,
+)
 
 
 class CountingEngine:
@@ -18,6 +30,7 @@ class CountingEngine:
         self.num_slots, self.step_s = num_slots, step_s
         self.unfinished: dict[str, int] = {}  # tokens still to come
         self.aborted: list[str] = []
+        self.saves: list[tuple[str, Future, int]] = []  # id, future, the step in which it is done
         self.num_steps = 0
         self.stepping = False
 
@@ -30,11 +43,30 @@ class CountingEngine:
         if self.unfinished.pop(request_id, None) is not None:
             self.aborted.append(request_id)
 
+    def session(self, action, session_id):
+        assert not self.stepping, "a command comes during a step"
+        done = Future()
+        kind, _, num_steps = session_id.partition("-")
+        if kind == "unknown":
+            done.set_exception(UnknownSession(f"there is no session {session_id!r}"))
+        elif kind == "now":
+            done.set_result((action, session_id))
+        else:
+            self.saves.append((session_id, done, self.num_steps + int(num_steps)))
+        return done
+
+    @property
+    def has_work(self):
+        return bool(self.unfinished or self.saves)
+
     def step(self):
         assert not self.stepping, "two threads step at once"
         self.stepping = True
         self.num_steps += 1
         time.sleep(self.step_s)
+        for save in [save for save in self.saves if save[2] <= self.num_steps]:
+            self.saves.remove(save)
+            save[1].set_result(save[0])
         events = []
         for request_id in list(self.unfinished)[: self.num_slots]:
             self.unfinished[request_id] -= 1
@@ -175,3 +207,47 @@ def test_a_thread_that_steps_does_not_keep_others_waiting():
 
     in_threads([long, short])
     assert sorted(waited)[len(waited) // 2] <= 20
+
+
+def test_a_session_is_done_at_once_or_after_as_many_steps_as_it_takes():
+    engine = CountingEngine()
+    local = LocalEngine(engine)
+    assert local.session(SessionAction.LOAD, "now") == ("load", "now")
+    assert engine.num_steps == 0
+    assert local.session(SessionAction.SAVE, "save-7") == "save-7"
+    assert engine.num_steps == 7
+    with pytest.raises(UnknownSession, match="there is no session 'unknown'"):
+        local.session(SessionAction.DELETE, "unknown")
+    with pytest.raises(InvalidRequest, match="session_id is '../x'"):
+        local.session(SessionAction.SAVE, "../x")
+
+
+def test_threads_save_sessions_while_the_requests_of_others_run():
+    local = LocalEngine(CountingEngine(step_s=1e-4))
+
+    def saves(name):
+        for i in range(20):
+            session_id = f"{name}-{1 + i % 9}"
+            assert local.session(SessionAction.SAVE, session_id) == session_id
+
+    def runs(name):
+        for i in range(20):
+            wanted = {f"{name}.{i}": 1 + i % 7}
+            assert counts(local.run([ask(*item) for item in wanted.items()]))[0] == wanted
+
+    in_threads([lambda job=job, name=name: job(name) for job in (saves, runs) for name in "ab"])
+
+
+def test_a_session_that_is_pending_when_the_engine_is_closed_is_finished():
+    engine = CountingEngine(step_s=0.002)
+    local = LocalEngine(engine)
+    results = []
+    save = threading.Thread(target=lambda: results.append(local.session(SessionAction.SAVE, "save-50")))
+    save.start()
+    while not engine.saves:
+        time.sleep(0.001)
+    local.close()
+    save.join(10)
+    assert results == ["save-50"]
+    with pytest.raises(EngineDead, match="the engine was closed"):
+        local.session(SessionAction.SAVE, "now")

@@ -39,8 +39,16 @@ class Echo:
 
 engine_main(sys.argv[1], Echo)
 """
+HANGS = 10**4  # max_tokens of a request whose step never returns
+HANGING = (
+    PROGRAM.replace(
+        "ended = ", f"[time.sleep(999) for r in self.requests.values() if r.max_tokens == {HANGS}]; ended = "
+    )
+    .replace("import sys", "import sys, time\nfrom jaxinfer.engine import loop\nloop.STEP_MARGIN_S = 0.2")
+    .replace("Echo)", "Echo, step_timeout_s=0.2)")
+)
+"""The same, with a watchdog that allows a step 0.6 s."""
 ENDLESS = 10**6  # max_tokens of a request that the engine never ends
-COMMAND = [sys.executable, "-c", PROGRAM]
 
 
 @pytest.fixture
@@ -48,8 +56,8 @@ def start():
     """Starts the engine's process for a number of front ends."""
     started = []
 
-    def start(num_front_ends=1):
-        started.append(EngineProcess(COMMAND, num_front_ends))
+    def start(num_front_ends=1, program=PROGRAM):
+        started.append(EngineProcess([sys.executable, "-c", program], num_front_ends))
         started[-1].wait_until_ready()
         return started[-1]
 
@@ -271,5 +279,41 @@ def test_end_of_the_owner_ends_the_engine_with_all_its_front_ends(start):
         await asyncio.to_thread(process.close)
         for error in await asyncio.wait_for(asyncio.gather(*runs, return_exceptions=True), 5):
             assert isinstance(error, EngineDead) and str(error) == "the engine was shut down (exit code 0)"
+
+    asyncio.run(main())
+
+
+def test_engine_whose_step_never_returns_says_so_to_all_its_streams_and_ends(start, capfd):
+    process = start(2, HANGING)
+    clients = [process.client(), process.client()]
+    reason = "a step of the engine did not return within 0.6 s"
+
+    async def main():
+        assert len(await run(clients[0], request("quick"))) == 1
+        start_s = time.monotonic()
+        runs = [asyncio.create_task(run(clients[0], request("kept", max_tokens=ENDLESS)))]
+        await asyncio.sleep(0.05)
+        runs.append(asyncio.create_task(run(clients[1], request("hangs", max_tokens=HANGS))))
+        for error in await asyncio.wait_for(asyncio.gather(*runs, return_exceptions=True), 5):
+            assert isinstance(error, EngineDead) and str(error) == reason
+        assert time.monotonic() - start_s > 0.6
+        assert process.failure == reason
+
+    asyncio.run(main())
+    shown = capfd.readouterr().err
+    assert f"{reason}; this is what its threads do:" in shown and "in step" in shown
+
+
+def test_engine_that_was_stopped_for_longer_than_a_step_may_take_has_not_hung(start):
+    process = start(1, HANGING.replace("sleep(999)", "sleep(0.4)"))
+    engine = process.client()
+
+    async def main():
+        hanging = asyncio.create_task(run(engine, request("hangs", max_tokens=HANGS)))
+        await asyncio.sleep(0.1)
+        os.kill(process.pid, signal.SIGSTOP)
+        await asyncio.sleep(1)
+        os.kill(process.pid, signal.SIGCONT)
+        assert len(await asyncio.wait_for(hanging, 5)) == 1
 
     asyncio.run(main())

@@ -95,6 +95,8 @@ def server(shared_server):
             setattr(engine, setting.name, setting.default)
     engine.requests.clear()
     engine.cancelled.clear()
+    engine.session_calls.clear()
+    engine.sessions.clear()
     engine.gate.set()
     yield shared_server
     engine.gate.set()

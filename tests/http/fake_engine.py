@@ -10,8 +10,11 @@ from jaxinfer.types import (
     EngineStats,
     FinishReason,
     QueueFull,
+    SessionAction,
+    SessionInfo,
     TokenEvent,
     TokenLogprobs,
+    UnknownSession,
 )
 
 MAX_MODEL_LEN = 64
@@ -46,7 +49,11 @@ class FakeEngine:
     running: set = field(default_factory=set)
     tasks: dict = field(default_factory=dict)
     gate: threading.Event = field(default_factory=threading.Event)
-    """Closed: nothing is generated yet."""
+    """Closed: nothing is generated yet, and nothing done with sessions."""
+    session_error: Exception | None = None
+    session_calls: list = field(default_factory=list)
+    sessions: dict = field(default_factory=dict)
+    """Whether it is saved, by id."""
     num_prompt_tokens: int = 0
     num_tokens: int = 0
     num_cached_tokens: int = 0
@@ -159,6 +166,30 @@ class FakeEngine:
             for id in ids
         ]
 
+    async def session(self, action, session_id):
+        self.session_calls.append((action, session_id))
+        while not self.gate.is_set():
+            await asyncio.sleep(0.002)
+        if self.session_error is not None:
+            raise self.session_error
+        if session_id not in self.sessions:
+            raise UnknownSession(f"there is no session {session_id!r}")
+        if action is SessionAction.SAVE:
+            self.sessions[session_id] = True
+        saved = self.sessions[session_id]
+        if action is SessionAction.DELETE:
+            del self.sessions[session_id]
+        return SessionInfo(
+            session_id=session_id,
+            model=self.info.model,
+            num_tokens=40,
+            num_pages=3,
+            num_bytes=3000 if saved else 0,
+            saved=saved,
+            saved_at_s=1_700_000_000 if saved else None,
+            num_cached_tokens=32,
+        )
+
     async def stats(self):
         return EngineStats(
             num_running=len(self.running),
@@ -169,4 +200,15 @@ class FakeEngine:
             num_pages_cached=3,
             num_evictions=2,
             generation_tokens=self.num_tokens,
+            num_host_pages_used=11,
+            num_host_pages=12,
+            num_disk_pages_used=13,
+            num_restoring=14,
+            num_sessions=15,
+            num_offloaded_pages=16,
+            num_restored_pages=17,
+            num_disk_writes=18,
+            num_disk_reads=19,
+            num_stuck_steps=20,
+            num_nan_requests=21,
         )

@@ -88,7 +88,7 @@ def test_every_sampling_parameter_reaches_the_engine(server, engine):
 def test_null_stands_for_not_given_in_every_field(server, engine):
     names = "model suffix best_of echo logprobs stream stream_options n max_tokens min_tokens top_p top_k min_p"
     names += " frequency_penalty presence_penalty repetition_penalty seed logit_bias stop stop_token_ids ignore_eos"
-    names += " include_stop_str_in_output skip_special_tokens cache_salt user"
+    names += " include_stop_str_in_output skip_special_tokens cache_salt priority session_id user"
     assert server.complete(**dict.fromkeys(names.split())).status_code == 200
     assert engine.requests[0].max_tokens == 16
 
@@ -134,6 +134,12 @@ def test_model_defaults_hold_where_the_request_is_silent(server, engine):
         ({"cache_salt": ""}, "cache_salt"),
         ({"cache_salt": "x" * 257}, "cache_salt"),
         ({"cache_salt": 7}, "cache_salt"),
+        ({"priority": 2**31}, "priority"),
+        ({"priority": -(2**31) - 1}, "priority"),
+        ({"priority": 10**30}, "priority"),
+        ({"priority": 1.5}, "priority"),
+        ({"priority": True}, "priority"),
+        ({"priority": "1"}, "priority"),
         ({"suffix": "x"}, "suffix"),
         ({"best_of": 2}, "best_of"),
         ({"echo": True, "logprobs": 1}, "logprobs"),

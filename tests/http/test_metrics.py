@@ -16,10 +16,26 @@ NAMES = {
     "num_preemptions": "counter",
     "prefix_cache_queries": "counter",
     "prefix_cache_hits": "counter",
+    "corrupted_requests": "counter",
     "request_success": "counter",
     "time_to_first_token_seconds": "histogram",
     "inter_token_latency_seconds": "histogram",
     "e2e_request_latency_seconds": "histogram",
+}
+
+
+OWN_VALUES = {
+    "kv_host_pages_used": 11,
+    "kv_host_pages": 12,
+    "kv_disk_pages_used": 13,
+    "num_requests_restoring": 14,
+    "num_sessions": 15,
+    "kv_offloaded_pages_total": 16,
+    "kv_restored_pages_total": 17,
+    "kv_disk_written_pages_total": 18,
+    "kv_disk_read_pages_total": 19,
+    "stuck_steps_total": 20,
+    "corrupted_requests_total": 21,
 }
 
 
@@ -89,6 +105,12 @@ def test_prefix_cache_is_told_of_in_tokens_and_pages(own_server):
         assert value(server, prefix + "prefix_cache_hits_total") == 4
     assert value(server, "jaxinfer:prefix_cache_pages") == 3
     assert value(server, "jaxinfer:prefix_cache_evictions_total") == 2
+
+
+@pytest.mark.parametrize("name", OWN_VALUES)
+def test_what_the_engine_says_of_tiers_sessions_and_faults_is_reported_once(server, name):
+    assert value(server, f"jaxinfer:{name}") == OWN_VALUES[name]
+    assert (f"vllm:{name}{{" in server.metrics()) == (name == "corrupted_requests_total")
 
 
 def test_without_a_prefix_cache_nothing_is_looked_up_in_it(server):

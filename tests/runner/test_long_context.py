@@ -28,7 +28,7 @@ from jaxinfer.runner.compiled import (
 from jaxinfer.runner.executables import Executables
 from jaxinfer.runner.long_context import LongContext
 from jaxinfer.runner.runner import ModelRunner
-from jaxinfer.scheduler.plan import DecodeRow, LongChunk, PrefillChunk, StepPlan
+from jaxinfer.scheduler.plan import CachedPrefix, DecodeRow, LongChunk, PrefillChunk, StepPlan
 from jaxinfer.sharding import rules
 from jaxinfer.types import Request, TokenLogprobs
 from tests.engine.drive import TIE
@@ -218,6 +218,19 @@ def test_a_second_sequence_sees_nothing_of_the_first(runner):
     assert again.tokens == alone.tokens
     for found, expected in zip(again.logits, alone.logits, strict=True):
         np.testing.assert_array_equal(found, expected)
+
+
+def test_a_sequence_whose_pages_are_all_in_the_cache_begins_beyond_them(runner):
+    """What its request asks of its sampling comes with its first long chunk then."""
+    size = runner._builder.shape.page_size
+    prompt, num_device = make_prompt(7, 2 * size + 4), 2 * size
+    expected, warm = run_beyond(runner, prompt, num_device, **SAMPLED), Result(**SAMPLED)
+    long = LongChunk(0, num_device, prompt[num_device:], num_device, True, warm.request, len(prompt), prompt)
+    warm.run(runner, StepPlan(0, (), (), (CachedPrefix(0, (3, 1), None),), long=long))
+    for position in range(len(prompt), len(prompt) + NUM_TOKENS - 1):
+        again = LongChunk(0, position, (), num_device, True, warm.request, len(prompt))
+        warm.run(runner, StepPlan(0, (), (), long=again))
+    assert warm.tokens == expected.tokens
 
 
 def test_decode_steps_run_ahead_of_their_results(runner):

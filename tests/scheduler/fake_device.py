@@ -8,10 +8,25 @@ at once, whatever it would sample from it.
 from __future__ import annotations
 
 import dataclasses
+import random
 from collections import deque
+from collections.abc import Container
 
 from jaxinfer.config import SchedulerLimits
-from jaxinfer.scheduler.plan import CachedPrefix, DecodeRow, PrefillChunk, StepPlan, StepResult
+from jaxinfer.scheduler.plan import (
+    CachedPrefix,
+    DecodeRow,
+    Delete,
+    DiskPage,
+    Fetch,
+    Offload,
+    PrefillChunk,
+    Restore,
+    Save,
+    StepPlan,
+    StepResult,
+    Transferred,
+)
 from jaxinfer.scheduler.scheduler import Scheduler
 from jaxinfer.types import FinishReason, Request, TokenEvent, TokenLogprobs
 
@@ -66,15 +81,89 @@ class SlotState:
     last_token: int | None = None
 
 
+Page = dict[int, tuple[int, int]]
+"""By offset, what FakeDevice.cells has of a page."""
+
+
 class FakeDevice:
-    """Runs plans in order. The prefixes of a plan come before its step, in which all rows write before any reads."""
+    """Runs plans in order. The prefixes of a plan come before its step, in which all rows write before any reads.
+
+    Transfers with a ticket end when `finish` is called; until then nothing of what they bring is there.
+    """
 
     def __init__(self, limits: SchedulerLimits):
         self.limits = limits
         self.cells: dict[tuple[int, int], tuple[int, int]] = {}  # (page, offset) -> token id, hash of all up to it
         self.slots: dict[int, SlotState] = {}
+        self.tables: dict[int, CachedPrefix] = {}  # by slot, of those whose first chunk is still to come
+        self.frames: dict[int, list[Page]] = {}
+        self.disk: dict[str, tuple[DiskPage, Page]] = {}
+        self.pending: dict[int, list[tuple[object, object]]] = {}  # by ticket: what is still to be done
+
+    def _page(self, page: int) -> Page:
+        return {i: cell for i in range(self.limits.page_size) if (cell := self.cells.get((page, i))) is not None}
+
+    def _begin_transfers(self, plan: StepPlan) -> list[int]:
+        """Returns the pages that restored ones will be written to."""
+        targets: list[int] = []
+        for transfer in plan.transfers:
+            match transfer:
+                case Offload(frame, pages):
+                    assert 1 <= len(pages) <= self.limits.frame_pages and 0 <= frame < self.limits.num_frames
+                    assert len(set(pages)) == len(pages) and 0 not in pages
+                    self.frames[frame] = [self._page(page) for page in pages]
+                case Restore(ticket, frame, places):
+                    found = [(page, self.frames[frame][index]) for index, page in places]
+                    self.pending.setdefault(ticket, []).extend(found)
+                    targets += (page for _, page in places)
+                case Save(ticket, frame, pages):
+                    self.pending.setdefault(ticket, [])
+                    for index, page in pages:
+                        self.disk[page.key] = page, self.frames[frame][index]
+                    assert len(self.disk) <= self.limits.num_disk_pages
+                case Fetch(ticket, frame, pages):
+                    assert len(pages) <= self.limits.frame_pages
+                    self.frames[frame] = [{} for _ in pages]
+                    found = []
+                    for i, page in enumerate(pages):
+                        stored, content = self.disk[page.key]
+                        assert stored == page
+                        found.append(((frame, i, page.key), content))
+                    self.pending.setdefault(ticket, []).extend(found)
+                case Delete(pages):
+                    for page in pages:
+                        del self.disk[page.key]
+        return targets
+
+    def reset(self) -> list[int]:
+        """Loses what is on the device; returns the transfers that had to bring something there."""
+        lost = [ticket for ticket, parts in self.pending.items() if any(isinstance(to, int) for to, _ in parts)]
+        for ticket in lost:
+            del self.pending[ticket]
+        self.cells.clear()
+        self.slots.clear()
+        self.tables.clear()
+        return lost
+
+    def finish(self, ticket: int, *, fails: bool = False) -> Transferred:
+        """Ends a transfer. fails: what it reads from disk is damaged, from the second page on."""
+        failed: set[str] = set()
+        for i, (target, content) in enumerate(self.pending.pop(ticket)):
+            assert isinstance(content, dict)
+            if isinstance(target, int):
+                for offset, cell in content.items():
+                    self.cells[target, offset] = cell
+                continue
+            assert isinstance(target, tuple)
+            frame, index, key = target
+            if fails and i:
+                failed.add(key)
+            else:
+                self.frames[frame][index] = content
+        return Transferred(ticket, frozenset(failed))
 
     def run(self, plan: StepPlan) -> StepResult:
+        arriving = self._begin_transfers(plan)
         asked = {row.slot for row in plan.decodes if row.logprobs}
         asked |= {chunk.slot for chunk in plan.prefills if chunk.request.logprobs is not None}
         targets: set[int] = set()
@@ -83,10 +172,12 @@ class FakeDevice:
                 assert prefix.copied_from not in targets, f"step {plan.step} copies page {prefix.copied_from} on"
                 targets.add(prefix.pages[-1])
                 self._copy(prefix.copied_from, prefix.pages[-1])
-        prefixes = {prefix.slot: prefix for prefix in plan.prefixes}
+            self.tables[prefix.slot] = prefix
+        for page in arriving:
+            for offset in range(self.limits.page_size):
+                self.cells.pop((page, offset), None)
         rows = [self._write_decode(row) for row in plan.decodes]
-        rows += [self._write_chunk(chunk, prefixes.pop(chunk.slot, None)) for chunk in plan.prefills]
-        assert not prefixes, f"step {plan.step} has prefixes without a chunk"
+        rows += [self._write_chunk(chunk) for chunk in plan.prefills]
         self._check_written_pages(plan)
         tokens = {}
         for slot, samples in rows:
@@ -146,17 +237,16 @@ class FakeDevice:
         self._write(state, row.position, state.last_token)
         return row.slot, True
 
-    def _write_chunk(self, chunk: PrefillChunk, prefix: CachedPrefix | None) -> tuple[int, bool]:
+    def _write_chunk(self, chunk: PrefillChunk) -> tuple[int, bool]:
         size = self.limits.page_size
         if chunk.history is not None:
+            prefix = self.tables.pop(chunk.slot, None) if chunk.start else None
             pages = [] if prefix is None else list(prefix.pages)
             assert len(pages) == -(-chunk.start // size)
-            assert (prefix is not None and prefix.copied_from is not None) == (chunk.start % size > 0)
+            assert prefix is None or prefix.copied_from is None or chunk.start % size
             self.slots[chunk.slot] = SlotState(
                 chunk.request, chunk.prompt_len, list(chunk.history), pages, num_written=chunk.start
             )
-        else:
-            assert prefix is None, "a prefix comes with the first chunk of an admission"
         state = self.slots[chunk.slot]
         assert (state.request, state.prompt_len) == (chunk.request, chunk.prompt_len)
         assert chunk.first_new_page == len(state.table)
@@ -170,9 +260,14 @@ class FakeDevice:
 
 
 class Harness:
-    """Scheduler and device joined as the engine joins them: plan n+1 is made before result n is applied."""
+    """Scheduler and device joined as the engine joins them: plan n+1 is made before result n is applied.
 
-    def __init__(self, **changes: int):
+    Transfers end some turns later, in any order.
+    """
+
+    def __init__(self, *, seed: int = 0, damaged_share: float = 0.0, **changes: int):
+        self.rng = random.Random(seed)
+        self.damaged_share = damaged_share  # of reads from disk
         self.limits = make_limits(**changes)
         self.scheduler = Scheduler(self.limits)
         self.device = FakeDevice(self.limits)
@@ -201,7 +296,9 @@ class Harness:
             assert len(slots) == len(set(slots)) and set(slots) <= set(range(self.limits.max_num_seqs))
             assert plan.step == len(self.plans)
             self.plans.append(plan)
-            self.results.append(self.device.run(plan))
+            result = self.device.run(plan)
+            if plan.num_rows:
+                self.results.append(result)
         self.scheduler.check_integrity()
         return plan
 
@@ -210,6 +307,27 @@ class Harness:
         for event in events:
             self._record(event)
         self.scheduler.check_integrity()
+        return events
+
+    def finish(self, ticket: int) -> None:
+        """Ends a transfer."""
+        self.scheduler.transferred(self.device.finish(ticket, fails=self.rng.random() < self.damaged_share))
+        self.scheduler.check_integrity()
+
+    def lose_state(self, slots: Container[int]) -> list[TokenEvent]:
+        """Reads a step that gave no token for these slots, where it sampled for them; all on the device is lost."""
+        result = self.results.popleft()
+        tokens = {slot: -1 if slot in slots else token for slot, token in result.token_ids.items()}
+        self.results.clear()
+        lost = self.device.reset()
+        events = self.scheduler.lose_state(dataclasses.replace(result, token_ids=tokens), "lost")
+        for event in events:
+            self._record(event)
+        for ticket in lost:
+            self.scheduler.transferred(Transferred(ticket))
+        self.scheduler.check_integrity()
+        assert not self.scheduler.num_running and not self.scheduler.num_in_flight
+        assert self.scheduler.pool.num_empty == self.limits.num_pages
         return events
 
     def abort(self, name: str) -> TokenEvent | None:
@@ -223,8 +341,15 @@ class Harness:
         """One turn of the engine: launch a step, then read the one before it."""
         if len(self.results) == 2:
             self.apply()
+        for ticket in [*self.device.pending]:
+            if self.rng.random() < 0.4:
+                self.finish(ticket)
         plan = self.plan()
-        assert plan is not None or self.results or not self.scheduler.has_work, "work is left, but nothing moves"
+        if plan is None and not self.results and self.device.pending:
+            self.finish(self.rng.choice([*self.device.pending]))
+            plan = self.plan()
+        waits = self.results or self.device.pending or not self.scheduler.has_work
+        assert plan is not None or waits, "work is left, but nothing moves"
         if len(self.results) == 2 or (plan is None and self.results):
             self.apply()
         return plan
@@ -245,11 +370,11 @@ class Harness:
         return [token for event in self.events[name] for token in event.token_ids]
 
     def check_output(self, name: str) -> None:
-        """The request ended once, with the tokens of a run alone (a prefix of them if it was aborted)."""
+        """The request ended once, with the tokens of a run alone (a prefix of them if it was aborted, or failed)."""
         *others, last = self.events[name]
         assert all(event.finish_reason is None for event in others)
         tokens, reason, stop_id = run_alone(self.requests[name], self.limits.max_model_len)
-        if last.finish_reason is FinishReason.ABORT:
+        if last.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
             assert self.output(name) == tokens[: len(self.output(name))]
         else:
             assert (self.output(name), last.finish_reason, last.stop_id) == (tokens, reason, stop_id)

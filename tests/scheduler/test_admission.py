@@ -5,6 +5,7 @@ import random
 
 import pytest
 
+from jaxinfer.scheduler.queue import MAX_OVERTAKEN
 from tests.scheduler.fake_device import Harness
 from tests.scheduler.test_random_walk import random_limits, submit_random
 
@@ -69,14 +70,66 @@ def test_a_decode_page_is_taken_exactly_when_the_position_is_the_first_on_it():
     assert [row.position for row in rows if row.new_page is not None] == [8, 12, 16, 20, 24]
 
 
-def test_admission_is_first_come_first_served_without_skipping():
+def admitted(harness: Harness) -> list[str]:
+    """Request ids in the order of their admissions."""
+    return [c.request.request_id for plan in harness.plans for c in plan.prefills if c.history is not None]
+
+
+def test_a_light_request_goes_before_a_heavy_one_that_has_to_wait():
     harness = Harness(num_pages=10, max_num_seqs=3)
     harness.submit("a", 15, max_tokens=4)
     harness.submit("large", 36, max_tokens=2)  # 9 of 10 pages: has to wait for a
-    harness.submit("small", 1, max_tokens=1)  # would fit, and waits behind
+    harness.submit("small", 1, max_tokens=1)
     harness.drain()
-    admitted = [c.request.request_id for plan in harness.plans for c in plan.prefills if c.history is not None]
-    assert admitted == ["a", "large", "small"]
+    assert admitted(harness) == ["a", "small", "large"]
+
+
+def test_equal_requests_are_admitted_first_come_first_served():
+    harness = Harness(num_pages=10, max_num_seqs=2)
+    for i in range(10):
+        harness.submit(f"r{i}", 5, max_tokens=3 + i % 2)
+    harness.drain()
+    assert admitted(harness) == [f"r{i}" for i in range(10)]
+
+
+def test_lower_priorities_come_first_and_equal_ones_in_their_order():
+    harness = Harness(num_pages=40, max_num_seqs=1)
+    for i, priority in enumerate([0, 5, 0, -3, 5, -3]):
+        harness.submit(f"r{i}", 3, max_tokens=2, priority=priority)
+    harness.drain()
+    assert admitted(harness) == ["r3", "r5", "r0", "r2", "r1", "r4"]
+
+
+def test_of_two_that_need_the_last_page_the_one_of_lower_priority_gives_way():
+    harness = Harness(num_pages=10, max_num_seqs=2)
+    harness.submit("patient", 4, max_tokens=28, priority=1)
+    harness.step()
+    harness.submit("urgent", 4, max_tokens=28)
+    harness.drain()
+    assert admitted(harness) == ["patient", "urgent", "patient"]
+
+
+@pytest.mark.parametrize("first", range(0, 1000, 100))
+def test_nobody_is_overtaken_more_often_than_the_bound_says(first: int):
+    """In 1,000 random schedules: while a request waits, at most MAX_OVERTAKEN that came later are admitted."""
+    most = 0
+    for seed in range(first, first + 100):
+        rng = random.Random(seed)
+        harness = Harness(num_pages=rng.choice([12, 20]), max_num_seqs=rng.choice([1, 2, 4]), max_model_len=48)
+        names: list[str] = []
+        for turn in range(60):
+            heavy = rng.random() < 0.1
+            names.append(f"r{turn}")
+            prompt_len = rng.randint(30, 40) if heavy else rng.randint(1, 4)
+            harness.submit(names[-1], prompt_len, max_tokens=rng.randint(1, 4), priority=rng.choice([0, 0, 0, 3, -2]))
+            if rng.random() < 0.6:
+                harness.step()
+        harness.drain()
+        order = [int(name[1:]) for name in dict.fromkeys(admitted(harness))]
+        for i, name in enumerate(order):
+            most = max(most, sum(other > name for other in order[:i]))
+    assert most <= MAX_OVERTAKEN
+    assert most > 10  # or these schedules show nothing
 
 
 def test_a_request_with_room_starts_within_a_bounded_number_of_steps():
@@ -103,9 +156,11 @@ def test_a_stream_of_short_requests_does_not_keep_a_long_one_waiting():
     harness = Harness(num_pages=12, max_num_seqs=4)
     harness.submit("s0", 3, max_tokens=6)
     harness.submit("long", 44, max_tokens=2)
-    for i in range(1, 60):
+    for i in range(1, 150):
         harness.submit(f"s{i}", 3, max_tokens=6)
         harness.step()
+    order = admitted(harness)
+    assert order.index("long") == 1 + MAX_OVERTAKEN
     assert harness.events["long"][-1].finish_reason is not None
     harness.drain()
 

@@ -1,6 +1,8 @@
 """Whatever is submitted and aborted, whenever, in however small a pool: no request can tell that it was not alone."""
 
+import dataclasses
 import random
+from collections import Counter
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -12,10 +14,10 @@ from tests.scheduler.fake_device import VOCAB, Harness
 
 
 def random_limits(rng: random.Random) -> dict[str, int | None]:
-    """From one slot and a pool of one page to comfort, so that preemption is common."""
+    """From one slot and a pool of one page to comfort, so that preemption is common. Half of them have a host tier."""
     num_seqs = rng.choice([1, 2, 3, 5, 8])
     max_mixed = num_seqs + rng.choice([0, 1, 3, 9])
-    return {
+    limits = {
         "page_size": rng.choice([1, 2, 4, 8]),
         "num_pages": rng.choice([1, 3, 7, 12, 20, 60]),
         "max_num_seqs": num_seqs,
@@ -25,6 +27,15 @@ def random_limits(rng: random.Random) -> dict[str, int | None]:
         "max_model_len": rng.choice([9, 30, 64]),
         "prefix_caching": rng.choice([False, True, True]),
     }
+    if limits["prefix_caching"] and rng.random() < 0.7:
+        limits |= {
+            "num_frames": rng.choice([1, 2, 5, 30]),
+            "frame_pages": rng.choice([1, 2, 4]),
+            "restore_ms": rng.choice([0.0, 3.0]),
+            "compute_ms": rng.choice([0.0, 1.0, 9.0]),
+            "num_disk_pages": rng.choice([0, 0, 4, 50]),
+        }
+    return limits
 
 
 def familiar_prompt(harness: Harness, rng: random.Random) -> list[int]:
@@ -52,6 +63,7 @@ def submit_random(harness: Harness, name: str, rng: random.Random, num_stop_ids:
             stop_ids=tuple(rng.sample(range(VOCAB), num_stop_ids)),
             logprobs=rng.choice([None, None, 0, 2]),
             cache_salt=rng.choice(["", "", "", "pepper"]),
+            priority=rng.choice([0, 0, 0, -1, 2]),
             **({} if prompt is None else {"prompt_ids": prompt}),
         )
     except InvalidRequest as error:
@@ -63,8 +75,9 @@ def submit_random(harness: Harness, name: str, rng: random.Random, num_stop_ids:
 @pytest.mark.parametrize("seed", range(40))
 def test_scheduling_never_changes_the_output(seed: int):
     rng = random.Random(seed)
-    harness = Harness(**random_limits(rng))
+    harness = Harness(seed=seed, damaged_share=rng.choice([0, 0.3]), **random_limits(rng))
     load, abort_share, read_early_share = rng.choice([0.1, 0.5, 2.0]), rng.choice([0, 0.05]), rng.choice([0, 0.3])
+    lost_share = rng.choice([0, 0.05])
     for turn in range(150):
         for i in range(int(load + rng.random())):
             submit_random(harness, f"{turn}.{i}", rng)
@@ -72,6 +85,8 @@ def test_scheduling_never_changes_the_output(seed: int):
             harness.abort(rng.choice([*harness.requests]))
         if rng.random() < 0.01:
             harness.scheduler.clear_prefix_cache()
+        if harness.results and rng.random() < lost_share:
+            harness.lose_state([slot for slot in range(8) if rng.random() < 0.3])
         harness.step()
         if harness.results and rng.random() < read_early_share:
             harness.apply()
@@ -94,13 +109,30 @@ def test_the_random_walks_preempt_and_waste_rows():
     assert num_wasted > 20
 
 
+def test_the_random_walks_use_all_tiers():
+    """Likewise: pages go to the host and to disk and come back, some damaged, and sequences wait for them."""
+    kinds: Counter[str] = Counter()
+    for seed in range(40):
+        rng = random.Random(seed)
+        harness = Harness(seed=seed, damaged_share=0.2, num_pages=12, num_frames=4, frame_pages=2, compute_ms=1.0)
+        limits = dataclasses.replace(harness.limits, prefix_caching=True, num_disk_pages=40)
+        harness = Harness(seed=seed, damaged_share=0.2, **dataclasses.asdict(limits))
+        for i in range(60):
+            submit_random(harness, str(i), rng)
+            harness.step()
+            kinds["restoring"] += harness.scheduler.num_restoring
+        harness.drain()
+        kinds.update(type(transfer).__name__ for plan in harness.plans for transfer in plan.transfers)
+    assert min(kinds[name] for name in ("Offload", "Restore", "Save", "Fetch", "Delete", "restoring")) > 20, kinds
+
+
 class Client(RuleBasedStateMachine):
     """Submits, aborts and steps in any order; Hypothesis looks for the shortest order that breaks a promise."""
 
     @initialize(seed=st.integers(0, 10_000))
     def start(self, seed: int) -> None:
         self.rng = random.Random(seed)
-        self.harness = Harness(**random_limits(self.rng))
+        self.harness = Harness(seed=seed, damaged_share=0.2, **random_limits(self.rng))
 
     @rule()
     def submit(self) -> None:
@@ -109,6 +141,11 @@ class Client(RuleBasedStateMachine):
     @rule(i=st.integers(0, 30))
     def abort(self, i: int) -> None:
         self.harness.abort(f"r{i}")
+
+    @rule(slots=st.sets(st.integers(0, 4)))
+    def lose_state(self, slots: set[int]) -> None:
+        if self.harness.results:
+            self.harness.lose_state(slots)
 
     @rule()
     def clear_cache(self) -> None:
@@ -130,7 +167,7 @@ class Client(RuleBasedStateMachine):
             self.harness.drain()
 
 
-def test_no_order_of_submits_and_aborts_breaks_a_promise():
+def test_no_order_of_submits_aborts_and_losses_breaks_a_promise():
     run_state_machine_as_test(
         Client,
         settings=settings(

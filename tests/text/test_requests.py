@@ -41,6 +41,21 @@ def test_the_salt_of_the_cache_reaches_every_sample_and_is_empty_where_none_is_g
     assert lower_one(SamplingParams()).cache_salt == ""
 
 
+def test_priority_and_session_reach_the_request_and_are_0_and_empty_where_none_is_given():
+    info = dataclasses.replace(INFO, prefix_caching=True)
+    asked = lower_one(SamplingParams(priority=-5, session_id="chat-1"), info=info)
+    assert (asked.priority, asked.session_id) == (-5, "chat-1")
+    silent = lower_one(SamplingParams())
+    assert (silent.priority, silent.session_id) == (0, "")
+    assert {request.priority for request in lower([5], SamplingParams(n=3, priority=7), INFO, None, "r")} == {7}
+
+
+def test_a_session_is_refused_where_nothing_is_kept_of_a_request():
+    error = refusal(SamplingParams(session_id="chat-1"))
+    assert error.param == "session_id"
+    assert str(error).startswith("session_id is 'chat-1', but ") and "prefix caching is off" in str(error)
+
+
 def test_a_seed_gives_the_same_streams_again_and_another_seed_gives_others():
     def seeds(seed, n=4):
         return [request.seed for request in lower([5], SamplingParams(n=n, seed=seed), INFO, None, "r")]

@@ -1,0 +1,60 @@
+"""EngineConfig: what cannot work is refused when it is made, with the values that do not go together."""
+
+import re
+
+import pytest
+
+from jaxinfer.config import ConfigError, EngineConfig
+
+REFUSED = [
+    ({"kv_host_gib": -1}, "kv_host_gib is -1; it must be from 0 to 1048576 GiB"),
+    ({"kv_host_gib": float("nan")}, "kv_host_gib is nan; it must be from 0 to 1048576 GiB"),
+    ({"kv_host_gib": float("inf")}, "kv_host_gib is inf; it must be from 0 to 1048576 GiB"),
+    ({"kv_host_gib": 2**20 + 1}, "kv_host_gib is 1048577; it must be from 0 to 1048576 GiB"),
+    ({"kv_disk_gib": 0}, "kv_disk_gib is 0; it must be above 0 and at most 1048576 GiB"),
+    ({"kv_disk_gib": -2.5}, "kv_disk_gib is -2.5; it must be above 0 and at most 1048576 GiB"),
+    ({"kv_disk_gib": float("nan")}, "kv_disk_gib is nan; it must be above 0 and at most 1048576 GiB"),
+    ({"kv_disk_gib": float("inf")}, "kv_disk_gib is inf; it must be above 0 and at most 1048576 GiB"),
+    ({"step_timeout_s": 0}, "step_timeout_s is 0; it must be above 0 and at most 86400 seconds"),
+    ({"step_timeout_s": float("nan")}, "step_timeout_s is nan; it must be above 0 and at most 86400 seconds"),
+    ({"step_timeout_s": float("inf")}, "step_timeout_s is inf; it must be above 0 and at most 86400 seconds"),
+    (
+        {"kv_host_gib": 4, "enable_prefix_caching": False},
+        "kv_host_gib is 4 and enable_prefix_caching is False; only pages of the prefix cache leave the device, so it "
+        "must be enabled",
+    ),
+    (
+        {"kv_disk_dir": "/tmp/kv"},
+        "kv_disk_dir is '/tmp/kv' and kv_host_gib is 0.0; pages go to disk by way of the host's memory, so "
+        "kv_host_gib must be above 0",
+    ),
+    ({"kv_disk_dir": "", "kv_host_gib": 4}, "kv_disk_dir is empty; give a folder, or leave it out for none"),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), REFUSED, ids=str)
+def test_tiers_and_limits_that_cannot_work_are_refused_with_their_values(fields, message):
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
+        EngineConfig(**fields)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"enable_prefix_caching": False},
+        {"kv_host_gib": 0.25},
+        {"kv_host_gib": 2**20, "kv_disk_dir": "kv", "kv_disk_gib": 0.5},
+        {"step_timeout_s": 0.1},
+        {"step_timeout_s": 86400},
+    ],
+    ids=str,
+)
+def test_tiers_and_limits_that_go_together_are_taken(fields):
+    config = EngineConfig(**fields)
+    assert {name: getattr(config, name) for name in fields} == fields
+
+
+def test_nothing_leaves_the_device_unless_it_is_asked_for():
+    config = EngineConfig()
+    assert (config.kv_host_gib, config.kv_disk_dir, config.kv_disk_gib, config.step_timeout_s) == (0, None, 64, 300)
