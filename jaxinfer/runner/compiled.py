@@ -54,6 +54,8 @@ class Programs(NamedTuple):
     read_logprobs: Any  # DeviceState.logprobs -> a copy for the host
     set_up_slot: Any  # (state, packed history) -> state
     set_up_prefix: Any  # (state, packed prefix) -> state
+    long: Mapping[int, Any]  # by tokens: (params, state, host context, staged inputs) -> state, rows to store
+    long_stores: Mapping[int, Any]  # by tokens: (host context, rows to store, staged inputs) -> host context
     gather_frame: Any = None  # (k_pages, v_pages, pages) -> frame; None: there is no host tier
     scatter_frame: Any = None  # (state, frame, pages) -> state
 
@@ -67,14 +69,20 @@ def compile_programs(
     """
     # The largest first: they take longest.
     steps = {bucket: step_program(builder, params, bucket) for bucket in reversed(builder.buckets)}
-    samplers = {rows: sampler_program(builder, rows) for rows in sorted({bucket.rows for bucket in builder.buckets})}
+    sampled = {bucket.rows for bucket in builder.buckets} | ({1} if builder.long else set())
+    samplers = {rows: sampler_program(builder, rows) for rows in sorted(sampled)}
     small = small_programs(builder)
-    programs = [*steps.values(), *samplers.values(), *small.values()]
+    sizes = builder.long.sizes if builder.long else ()
+    long = {tokens: long_program(builder, params, tokens) for tokens in sizes}
+    stores = {tokens: long_store_program(builder, tokens) for tokens in sizes}
+    programs = [*steps.values(), *samplers.values(), *small.values(), *long.values(), *stores.values()]
     made = _make(builder, programs, executables, progress, check)
     return Programs(
         steps={bucket: made[steps[bucket].name] for bucket in builder.buckets},
         samplers={rows: made[program.name] for rows, program in samplers.items()},
         **{name: made[program.name] for name, program in small.items()},
+        long={tokens: made[program.name] for tokens, program in long.items()},
+        long_stores={tokens: made[program.name] for tokens, program in stores.items()},
     )
 
 
@@ -85,13 +93,21 @@ def largest_temp_bytes(
 
     From `executables` if a former start stored it under the key of the builder as it is before its pool is sized.
     """
-    program = step_program(builder, params, builder.buckets[-1])
+    programs = [step_program(builder, params, builder.buckets[-1])]
+    if builder.long:
+        programs.append(long_program(builder, params, builder.long.chunk))
+    return max(_temp_bytes(builder, program, executables, progress, check) for program in programs)
+
+
+def _temp_bytes(
+    builder: StepBuilder, program: Program, executables: Executables, progress: Progress, check: Check
+) -> int:
     key = executables.key(builder, program)
     found = executables.fetch_number(key)
     if found is None:
         progress(f"compiling {program.name} to size the cache", 0, 1)
         with _threads(1) as pool:
-            compiled = _result(pool.submit(compile_lowered, builder, lower(program)), check)
+            compiled = _result(pool.submit(_compile, lower(program), program.options), check)
         found = compiled.memory_analysis().temp_size_in_bytes
         executables.store_number(key, found)
     return found
@@ -170,6 +186,25 @@ def sampler_program(builder: StepBuilder, rows: int) -> Program:
     return Program(f"sampler, {rows} rows", builder.sampler(rows), (state,), state, donated=(0,), options=options)
 
 
+def long_program(builder: StepBuilder, params: Any, num_tokens: int) -> Program:
+    """The long step of so many tokens. Never captured: how often its loops run is known only to its inputs."""
+    assert builder.long is not None
+    args = (_abstract(params), builder.abstract_state, builder.abstract_context(), builder.abstract_inputs)
+    result = (builder.abstract_state, builder.abstract_context(num_tokens))
+    name = f"long {num_tokens} tokens, blocks of {builder.long.block}"
+    options = _options(builder, captured=False)
+    return Program(name, builder.long_step(num_tokens), args, result, donated=(1,), options=options)
+
+
+def long_store_program(builder: StepBuilder, num_tokens: int) -> Program:
+    """What takes the keys and values of such a step to the host."""
+    host, new = builder.abstract_context(), builder.abstract_context(num_tokens)
+    args, options = (host, new, builder.abstract_inputs), _options(builder, captured=False)
+    return Program(
+        f"long store, {num_tokens} tokens", builder.long_store(num_tokens), args, host, donated=(0,), options=options
+    )
+
+
 def small_programs(builder: StepBuilder) -> dict[str, Program]:
     """The programs around the steps, by their names in Programs."""
     state, staged = builder.abstract_state, builder.abstract_inputs
@@ -219,6 +254,11 @@ def lower(program: Program, key: str = "") -> jax.stages.Lowered:
 def lower_step(builder: StepBuilder, params: Any, bucket: Bucket) -> jax.stages.Lowered:
     """Traces a bucket's step. `params` are arrays or their abstract values with shardings."""
     return lower(step_program(builder, params, bucket))
+
+
+def lower_long(builder: StepBuilder, params: Any, num_tokens: int) -> jax.stages.Lowered:
+    """Traces the long step of so many tokens."""
+    return lower(long_program(builder, params, num_tokens))
 
 
 def lower_sampler(builder: StepBuilder, rows: int) -> jax.stages.Lowered:

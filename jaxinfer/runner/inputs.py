@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.runner.buckets import Bucket
-from jaxinfer.scheduler.plan import CachedPrefix, PrefillChunk, StepPlan
+from jaxinfer.scheduler.plan import CachedPrefix, LongChunk, PrefillChunk, StepPlan
 from jaxinfer.types import MAX_LOGIT_BIAS, MAX_STOP_IDS, Request
 
 FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
@@ -112,6 +112,38 @@ def unpack(packed: jax.Array, bucket: Bucket, *, page_size: int, num_slots: int)
     return StepInputs(slot, query_len, context_len, samples > 0, tokens, sampling, updates)
 
 
+class LongInputs(NamedTuple):
+    """What a long step reads besides the state and the host context. T tokens, of which `num_tokens` are real."""
+
+    slot: jax.Array  # scalar
+    num_tokens: jax.Array  # scalar
+    start: jax.Array  # scalar: position of the first token
+    num_device_tokens: jax.Array  # scalar: positions below it lie in pages
+    samples: jax.Array  # scalar, bool
+    sampling: jax.Array  # [SAMPLING_FIELDS]
+    tokens: jax.Array  # [T] ids; -1: the slot's last token
+
+
+def long_size(num_tokens: int) -> int:
+    """Length of the vector for a long step of so many tokens: slot, tokens, start, on the device, samples, the rest."""
+    return 5 + SAMPLING_FIELDS + num_tokens
+
+
+def pack_long(chunk: LongChunk, num_tokens: int) -> np.ndarray:
+    """The vector of a chunk, padded to `num_tokens`."""
+    tokens = np.zeros(num_tokens, np.int32)
+    tokens[: chunk.num_tokens] = chunk.token_ids or -1
+    head = (chunk.slot, chunk.num_tokens, chunk.start, chunk.num_device_tokens, chunk.samples)
+    return np.concatenate([np.array(head, np.int32), sampling_fields(chunk.request, chunk.prompt_len), tokens])
+
+
+def unpack_long(packed: jax.Array, num_tokens: int) -> LongInputs:
+    """Takes the vector, which may be longer, apart on the device."""
+    slot, real, start, num_device_tokens, samples = packed[:5]
+    sampling, tokens = jnp.split(packed[5 : long_size(num_tokens)], (SAMPLING_FIELDS,))
+    return LongInputs(slot, real, start, num_device_tokens, samples > 0, sampling, tokens)
+
+
 class SlotHistory(NamedTuple):
     """What a slot with penalties or a bias needs once, when a request gets it."""
 
@@ -128,7 +160,7 @@ def history_size(max_model_len: int) -> int:
     return 3 + max_model_len + 2 * MAX_LOGIT_BIAS
 
 
-def pack_history(chunk: PrefillChunk, *, max_model_len: int, vocab_rows: int) -> np.ndarray:
+def pack_history(chunk: PrefillChunk | LongChunk, *, max_model_len: int, vocab_rows: int) -> np.ndarray:
     """The vector for the slot of a chunk that begins an admission."""
     history = chunk.history or ()
     tokens = np.zeros(max_model_len, np.int32)

@@ -13,14 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.params import Params
-from jaxinfer.runner import cache, inputs, sampling
+from jaxinfer.runner import cache, inputs, long_context, sampling
 from jaxinfer.runner.buckets import Bucket, choose
 from jaxinfer.runner.compiled import Programs, Progress
 from jaxinfer.runner.disk_pages import DiskPages
 from jaxinfer.runner.host_pages import HostPages
 from jaxinfer.runner.step import StepBuilder
-from jaxinfer.scheduler.plan import CachedPrefix, PrefillChunk, StepPlan, StepResult, Transferred
-from jaxinfer.types import TokenLogprobs
+from jaxinfer.scheduler.plan import CachedPrefix, LongChunk, PrefillChunk, StepPlan, StepResult, Transferred
+from jaxinfer.types import Request, TokenLogprobs
 
 WARM_UP_RUNS = {"cpu": 1, "gpu": 3}
 """Runs of each program before ready: a graph is recorded on the second run and replayed from the third."""
@@ -65,17 +65,19 @@ class ModelRunner:
         self._builder = builder
         self._params = params
         self._programs = programs
+        self._host: long_context.HostContext | None = None
         self._make_state()
+        self._make_host()
         hole_bytes = max(cache.HOLE_BYTES, self._staged.nbytes, self._state.logprobs.nbytes)
         self._around_holes = cache.make_holes(hole_bytes) if builder.platform != "cpu" else []
         self._counter = CompilationCounter()
-        self._host: HostPages | None = None
+        self._tier: HostPages | None = None
         self.restore_ms = 0.0
         """What it takes to copy a frame from the host to the device."""
         if num_frames:
             progress("warming up the host tier", 0, 1)
-            self._host = HostPages(programs.gather_frame, programs.scatter_frame, builder.abstract_frame, disk)
-            self._state, self.restore_ms = self._host.warm_up(self._state, num_frames)
+            self._tier = HostPages(programs.gather_frame, programs.scatter_frame, builder.abstract_frame, disk)
+            self._state, self.restore_ms = self._tier.warm_up(self._state, num_frames)
         self.times_ms = self._warm_up(progress)
         """Of each bucket, full of padding: the median of the runs that replayed its graph, in ms."""
 
@@ -93,12 +95,12 @@ class ModelRunner:
     @property
     def num_disk_writes(self) -> int:
         """Pages written to disk."""
-        return self._host.num_disk_writes if self._host else 0
+        return self._tier.num_disk_writes if self._tier else 0
 
     @property
     def num_disk_reads(self) -> int:
         """Pages read from disk."""
-        return self._host.num_disk_reads if self._host else 0
+        return self._tier.num_disk_reads if self._tier else 0
 
     def launch(self, plan: StepPlan) -> InFlight | None:
         """Starts a step and returns without waiting for it; None for a plan without rows, which has no step.
@@ -107,20 +109,18 @@ class ModelRunner:
         """
         with self._counter:
             if plan.transfers:
-                assert self._host is not None
-                self._host.begin(self._state, plan.transfers)
+                assert self._tier is not None
+                self._tier.begin(self._state, plan.transfers)
             for prefix in plan.prefixes:
                 self._set_up_prefix(prefix)
             if not plan.num_rows:
                 return None
-            buckets, decode = self._builder.buckets, not plan.prefills
-            bucket = choose(buckets, decode=decode, tokens=plan.num_tokens, rows=plan.num_rows)
-            for chunk in plan.prefills:
+            for chunk in plan.chunks:
                 if chunk.history is not None and (chunk.request.has_penalties or chunk.request.logit_bias):
                     self._set_up_slot(chunk)
-            self._run(bucket, plan)
+            num_rows = self._run_plan(plan) if plan.long is None else self._run_long(plan.long)
             if not plan.is_plain:
-                self._state = self._programs.samplers[bucket.rows](self._state)
+                self._state = self._programs.samplers[num_rows](self._state)
             return self._read(plan, wants_logprobs=plan.wants_logprobs)
 
     def collect(self, in_flight: InFlight, timeout_s: float = math.inf) -> StepResult:
@@ -128,6 +128,8 @@ class ModelRunner:
         plan = in_flight.plan
         _wait(in_flight, timeout_s)
         slots = [row.slot for row in plan.decodes] + [chunk.slot for chunk in plan.prefills if chunk.samples]
+        if plan.long is not None and plan.long.samples:
+            slots.append(plan.long.slot)
         sampled = dict(zip(slots, np.asarray(in_flight.tokens)[slots].tolist(), strict=True))
         if in_flight.logprobs is None:
             return StepResult(plan.step, sampled, {})
@@ -138,45 +140,82 @@ class ModelRunner:
 
     def transferred(self) -> list[Transferred]:
         """The transfers that have ended. What they brought is there for whatever is launched from now on."""
-        if self._host is None:
+        if self._tier is None:
             return []
         with self._counter:
-            self._state, done = self._host.finish(self._state)
+            self._state, done = self._tier.finish(self._state)
         return done
 
     def wait_for_transfer(self, timeout_s: float) -> None:
         """Returns when `transferred` has something to do, or after that time."""
-        if self._host is None:
+        if self._tier is None:
             time.sleep(timeout_s)
         else:
-            self._host.wait(timeout_s)
+            self._tier.wait(timeout_s)
 
     def reset(self) -> None:
-        """Makes the state anew, all zeros: after a step that failed, what was donated to it may be lost."""
-        if self._host is not None:
-            self._host.lose_device()
+        """Makes the state anew, all zeros: after a step that failed, what was donated to it may be lost.
+
+        The host's part of a long context is kept if it is whole; nothing of it is read before it is written again.
+        """
+        if self._tier is not None:
+            self._tier.lose_device()
         del self._state, self._staged  # first, since there may be no room for both
         self._make_state()
+        if self._host is not None and not long_context.is_whole(self._host):
+            self._host = None  # first, for the same reason
+            self._make_host()
 
     def close(self) -> None:
         """Gives up the device's memory. Nothing can be launched any more."""
         self._counter.close()
-        if self._host is not None:
-            self._host.close()
-        del self._programs, self._params, self._state, self._staged, self._around_holes
+        if self._tier is not None:
+            self._tier.close()
+        del self._programs, self._params, self._state, self._staged, self._host, self._around_holes
 
     def _make_state(self) -> None:
         inputs = self._builder.abstract_inputs
         self._state = cache.zeros(self._builder.abstract_state)
         self._staged = jnp.zeros_like(inputs, device=inputs.sharding)
 
+    def _make_host(self) -> None:
+        if self._builder.long is not None:
+            self._host = long_context.zeros(self._builder.abstract_context())
+
     def _run(self, bucket: Bucket, plan: StepPlan) -> None:
         shape = self._builder.shape
-        packed = inputs.pack(plan, bucket, page_size=shape.page_size, num_slots=shape.num_slots)
+        self._stage(inputs.pack(plan, bucket, page_size=shape.page_size, num_slots=shape.num_slots))
+        self._state = self._programs.steps[bucket](self._params, self._state, self._staged)
+
+    def _run_plan(self, plan: StepPlan) -> int:
+        """Runs the smallest bucket that holds the plan, and returns its rows."""
+        bucket = choose(self._builder.buckets, decode=not plan.prefills, tokens=plan.num_tokens, rows=plan.num_rows)
+        self._run(bucket, plan)
+        return bucket.rows
+
+    def _run_long(self, chunk: LongChunk) -> int:
+        """Runs the smallest long step that holds the chunk, and returns its rows: 1.
+
+        ValueError for more tokens than a long step or the host holds, or if there are no long steps.
+        """
+        long, programs, end = self._builder.long, self._programs, chunk.start + chunk.num_tokens
+        if long is None:
+            raise ValueError("the plan has a chunk beyond the device's pages, but no step was compiled for such")
+        if chunk.num_tokens > long.chunk or end - chunk.num_device_tokens > long.num_tokens:
+            raise ValueError(
+                f"a chunk of {chunk.num_tokens} tokens up to position {end}, of which {chunk.num_device_tokens} are in "
+                f"pages, does not fit: a step holds {long.chunk} tokens, the host {long.num_tokens}"
+            )
+        size = min(size for size in long.sizes if size >= chunk.num_tokens)
+        self._stage(inputs.pack_long(chunk, size))
+        self._state, new = programs.long[size](self._params, self._state, self._host, self._staged)
+        self._host = programs.long_stores[size](self._host, new, self._staged)
+        return 1
+
+    def _stage(self, packed: np.ndarray) -> None:
         padded = np.zeros(self._staged.shape, np.int32)
         padded[: len(packed)] = packed
         self._staged = self._programs.stage(self._staged, padded)
-        self._state = self._programs.steps[bucket](self._params, self._state, self._staged)
 
     def _read(self, plan: StepPlan, *, wants_logprobs: bool) -> InFlight:
         """Starts copying what the last step sampled to the host, before the next step overwrites it."""
@@ -188,7 +227,7 @@ class ModelRunner:
         logprobs.copy_to_host_async()
         return InFlight(plan, tokens, logprobs)
 
-    def _set_up_slot(self, chunk: PrefillChunk) -> None:
+    def _set_up_slot(self, chunk: PrefillChunk | LongChunk) -> None:
         shape = self._builder.shape
         packed = inputs.pack_history(chunk, max_model_len=shape.max_model_len, vocab_rows=shape.vocab_rows)
         self._state = self._programs.set_up_slot(self._state, packed)
@@ -209,6 +248,7 @@ class ModelRunner:
         self._state = jax.block_until_ready(self._programs.set_up_slot(self._state, history))
         self._set_up_prefix(CachedPrefix(self._builder.shape.num_slots, (), None))
         jax.block_until_ready(self._state)
+        self._warm_up_long()
         total = len(self._programs.samplers) + len(buckets)
         for done, (rows, sampler) in enumerate(self._programs.samplers.items()):
             progress(f"warming up sampler, {rows} rows", done, total)
@@ -224,6 +264,13 @@ class ModelRunner:
             times_ms[bucket] = statistics.median(runs_ms[least - 1 :])
         progress("warmed up", total, total)
         return times_ms
+
+    def _warm_up_long(self) -> None:
+        nothing = Request(request_id="", prompt_ids=(), max_tokens=1)
+        for size in self._programs.long:
+            tokens = (0,) * size if size > 1 else ()
+            self._run_long(LongChunk(self._builder.shape.num_slots, 0, tokens, 0, False, nothing, 0))
+            jax.block_until_ready((self._state, self._host))
 
     def _time_run(self, bucket: Bucket) -> float:
         """Milliseconds of a step on padding, waited for."""

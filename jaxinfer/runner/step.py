@@ -12,9 +12,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinfer.models.model import Attend, Model, Placement
 from jaxinfer.params import Params
-from jaxinfer.runner import inputs, sampling
+from jaxinfer.runner import inputs, long_context, sampling
 from jaxinfer.runner.buckets import Bucket
 from jaxinfer.runner.cache import DeviceState, StateShape
+from jaxinfer.runner.long_context import HostContext, LongContext
 from jaxinfer.sharding import rules
 from pallas_kernels.dispatch import Target
 from pallas_kernels.kv_write.api import kv_write
@@ -27,6 +28,7 @@ NUM_COUNTERS = 2**14
 that has more does not split them."""
 
 Step = Callable[[Params, DeviceState, jax.Array], DeviceState]
+LongStep = Callable[[Params, DeviceState, HostContext, jax.Array], tuple[DeviceState, HostContext]]
 
 
 def paged_attend(
@@ -57,6 +59,15 @@ class StepBuilder:
     buckets: tuple[Bucket, ...]
     axis_rules: Mapping[str, str] = dataclasses.field(default_factory=lambda: rules.TENSOR_PARALLEL)
     frame_pages: int = 0  # G, pages that travel to the host and back at once; 0: there is no host tier
+    long: LongContext | None = None  # None: no sequence outgrows the device's pages
+
+    def __post_init__(self) -> None:
+        """Raises NotImplementedError for long contexts on several devices."""
+        if self.long is not None and self.mesh.size > 1:
+            raise NotImplementedError(
+                f"contexts beyond the device's pages run on one device, not on {self.mesh.size}: the host's part of a "
+                "context is not split by heads"
+            )
 
     @property
     def platform(self) -> str:
@@ -75,9 +86,18 @@ class StepBuilder:
 
     @property
     def abstract_inputs(self) -> jax.ShapeDtypeStruct:
-        """The buffer that inputs are staged in: as long as the largest bucket needs."""
-        size = max(inputs.packed_size(bucket, self.shape.page_size) for bucket in self.buckets)
-        return self.replicated((size,), jnp.int32)
+        """The buffer that inputs are staged in: as long as the largest bucket needs, or the largest long step."""
+        sizes = [inputs.packed_size(bucket, self.shape.page_size) for bucket in self.buckets]
+        if self.long is not None:
+            sizes.append(inputs.long_size(self.long.chunk))
+        return self.replicated((max(sizes),), jnp.int32)
+
+    def abstract_context(self, num_tokens: int | None = None) -> HostContext:
+        """Of what the host holds of a sequence; with `num_tokens`, of what a step of so many computes for it."""
+        assert self.long is not None
+        rows = self.long.num_rows if num_tokens is None else num_tokens
+        on_host = num_tokens is None
+        return long_context.abstract(self.shape.cache, rows, self.shape.dtype, self.mesh, on_host=on_host)
 
     @property
     def abstract_frame(self) -> jax.ShapeDtypeStruct:
@@ -112,6 +132,39 @@ class StepBuilder:
             out_specs=state_specs,
             check_vma=False,
         )
+
+    def long_step(self, num_tokens: int) -> LongStep:
+        """(params, state, host context, packed inputs) -> state, which is donated, and what to store on the host."""
+        assert self.long is not None
+        block = self.long.block
+
+        def run(params: Params, state: DeviceState, host: HostContext, packed: jax.Array):
+            step = inputs.unpack_long(packed, num_tokens)
+            state = state.replace(sampling=state.sampling.at[step.slot].set(step.sampling))
+            token = jnp.arange(num_tokens)
+            position = jnp.where(token < step.num_tokens, step.start + token, -1)
+            tokens = jnp.where(step.tokens < 0, state.last_token[step.slot], step.tokens)
+            shapes = self.abstract_context(num_tokens)
+            new = tuple(jax.new_ref(jnp.zeros(rows.shape, rows.dtype)) for rows in (shapes.k, shapes.v))
+            row = long_context.LongRow(position, step.start, step.num_device_tokens, state.page_table[step.slot])
+            attend = long_context.attend_long((state.k_pages, state.v_pages), host, new, row, block)
+            place = Placement(self.target, counters=self._counters())
+            hidden = self.model.forward(params, tokens, jnp.maximum(position, 0), attend, place)
+            logits = self.model.logits(params, hidden[jnp.maximum(step.num_tokens - 1, 0)][None], place)
+            slot = jnp.where(step.samples, step.slot, self.shape.num_slots)
+            state = self._keep(state, slot[None], (step.start + step.num_tokens)[None], logits)
+            return state, HostContext(*map(jax.freeze, new))
+
+        return run
+
+    def long_store(self, num_tokens: int) -> Callable[[HostContext, HostContext, jax.Array], HostContext]:
+        """(host context, what a step of `num_tokens` computed, its packed inputs) -> host context, which is donated."""
+
+        def run(host: HostContext, new: HostContext, packed: jax.Array) -> HostContext:
+            step = inputs.unpack_long(packed, num_tokens)
+            return long_context.store(host, new, step.start - step.num_device_tokens)
+
+        return run
 
     def sampler(self, num_rows: int) -> Callable[[DeviceState], DeviceState]:
         """state -> state after a step of `num_rows`, its tokens now as their requests ask. The state is donated.
@@ -190,8 +243,7 @@ class StepBuilder:
             tokens = jnp.where(step.tokens < 0, tokens, step.tokens)
         pools = jax.new_ref(state.k_pages), jax.new_ref(state.v_pages)
         max_query_len = 1 if step.tokens is None else step.tokens.shape[0]
-        counters = None if self.target.platform == "cpu" else jax.new_ref(jnp.zeros(NUM_COUNTERS, jnp.int32))
-        place = Placement(self.target, tensor_axis, counters)
+        place = Placement(self.target, tensor_axis, self._counters())
 
         num_heads = self.model.num_heads * state.k_pages.shape[3] // self.shape.cache.num_kv_heads
         attend = paged_attend(pools, rows, place, num_heads=num_heads, max_query_len=max_query_len)
@@ -199,7 +251,11 @@ class StepBuilder:
         state = state.replace(k_pages=jax.freeze(pools[0]), v_pages=jax.freeze(pools[1]))
         last = jnp.maximum(rows.query_start + rows.query_len - 1, 0)
         logits = self.model.logits(params, hidden[last], place)
-        return self._keep(state, step, logits)
+        slots = jnp.where(step.samples, step.slot, self.shape.num_slots)
+        return self._keep(state, slots, step.context_len + step.query_len, logits)
+
+    def _counters(self) -> jax.Ref | None:
+        return None if self.target.platform == "cpu" else jax.new_ref(jnp.zeros(NUM_COUNTERS, jnp.int32))
 
     def _update(self, state: DeviceState, step: inputs.StepInputs) -> DeviceState:
         """Applies what the host changed: page tables and sampling parameters."""
@@ -226,12 +282,12 @@ class StepBuilder:
         page = jnp.where(real, table[row, position // self.shape.page_size], 0)
         return PagedRows(table, start, step.query_len, step.context_len, row, position, page)
 
-    def _keep(self, state: DeviceState, step: inputs.StepInputs, logits: jax.Array) -> DeviceState:
-        """Writes the likeliest tokens to the slots of rows that sample, and keeps what the sampler would need.
+    def _keep(self, state: DeviceState, slot: jax.Array, position: jax.Array, logits: jax.Array) -> DeviceState:
+        """Writes the likeliest tokens to the slots of rows, and keeps what the sampler would need.
 
+        slot [R]: N where the row does not sample; position [R]: of the token that it samples; logits [R, V].
         The token is NO_TOKEN where the logits are not numbers; whatever follows from it in that slot is void.
         """
-        slot = jnp.where(step.samples, step.slot, self.shape.num_slots)
 
         def put(kept: jax.Array, rows: jax.Array) -> jax.Array:
             # Not `at[:n].set`: of a whole array that is a scatter without indices, on which XLA's CPU compiler crashes
@@ -244,5 +300,5 @@ class StepBuilder:
             last_token=state.last_token.at[slot].set(sampling.likeliest(logits)),
             logits=put(state.logits, logits),
             sampled_slot=put(state.sampled_slot, slot),
-            sampled_position=put(state.sampled_position, step.context_len + step.query_len),
+            sampled_position=put(state.sampled_position, position),
         )

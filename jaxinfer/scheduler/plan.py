@@ -52,6 +52,28 @@ class CachedPrefix(NamedTuple):
     copied_from: int | None  # page whose content the last of `pages` begins with; None: all are shared as they are
 
 
+class LongChunk(NamedTuple):
+    """A run of tokens of a sequence whose cache outgrows the device. It has a step of its own.
+
+    Positions below `num_device_tokens` lie in pages of the slot's page table, and were computed by ordinary chunks;
+    those from there on lie in the host context, which holds one sequence at a time. Steps of one sequence come in
+    order, each starting where the one before ended; the first starts at `num_device_tokens`.
+    """
+
+    slot: int
+    start: int  # position of the first token, at least num_device_tokens
+    token_ids: Sequence[int]  # empty: one token, the last one sampled in this slot, which is on the device
+    num_device_tokens: int  # a multiple of the page size, the same in every chunk of an admission
+    samples: bool  # as in PrefillChunk
+    request: Request  # as in PrefillChunk
+    prompt_len: int  # as in PrefillChunk
+    history: Sequence[int] | None = None  # as in PrefillChunk; not None where all of its pages were in the cache
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids) or 1
+
+
 class DiskPage(NamedTuple):
     """A page that is on disk, or is to be: its file is found by `key`, and known by all the rest."""
 
@@ -140,28 +162,36 @@ class StepPlan:
     prefills: Sequence[PrefillChunk]
     prefixes: Sequence[CachedPrefix] = ()  # put in place before the step, in this order
     transfers: Sequence[Transfer] = ()  # begun before all else, in this order
+    long: LongChunk | None = None  # the only row, if there is one
 
     @property
     def num_tokens(self) -> int:
+        if self.long is not None:
+            return self.long.num_tokens
         return len(self.decodes) + sum(len(chunk.token_ids) for chunk in self.prefills)
 
     @property
     def num_rows(self) -> int:
-        return len(self.decodes) + len(self.prefills)
+        return len(self.decodes) + len(self.prefills) + (self.long is not None)
 
     @property
     def is_plain(self) -> bool:
         """Whether the argmax of the raw logits is all that any row asks for."""
         return all(row.plain for row in self.decodes) and all(
-            chunk.request.is_plain for chunk in self.prefills if chunk.samples
+            chunk.request.is_plain for chunk in self.chunks if chunk.samples
         )
 
     @property
     def wants_logprobs(self) -> bool:
         """Whether any row's log-probabilities are read."""
         return any(row.logprobs for row in self.decodes) or any(
-            chunk.request.logprobs is not None for chunk in self.prefills if chunk.samples
+            chunk.request.logprobs is not None for chunk in self.chunks if chunk.samples
         )
+
+    @property
+    def chunks(self) -> Sequence[PrefillChunk | LongChunk]:
+        """All rows but the decode rows."""
+        return self.prefills if self.long is None else (self.long,)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

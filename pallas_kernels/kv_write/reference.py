@@ -26,17 +26,24 @@ def run(
 ) -> jax.Array:
     """The contract is `api.kv_write`; rounds after the norm and in the rotation as published models do."""
     del target
-    tokens, width = qkv.shape[0], qkv.shape[3]
-    q, k, v = qkv[:, :, :-2].reshape(tokens, -1, width), qkv[:, :, -2], qkv[:, :, -1]
-    if norms is not None:
-        q, k = rms_norm(q, norms.q[layer], norms.eps), rms_norm(k, norms.k[layer], norms.eps)
-    cos, sin = (a[:, None].astype(qkv.dtype) for a in rotary)
-    q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+    q, k, v = heads(qkv, rotary, layer, norms)
     page, position = places
     for pool, new in zip(pools, (k, v), strict=True):
         # The whole pool as one value: an indexed write to a Ref would scatter element by element.
         pool[...] = pool[...].at[layer, page, position % pool.shape[2]].set(new.astype(pool.dtype))
     return q
+
+
+def heads(
+    qkv: jax.Array, rotary: tuple[jax.Array, jax.Array], layer: jax.Array, norms: HeadNorms | None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Queries [T, K * G, E], keys and values [T, K, E] of qkv [T, K, G + 2, E], normalised and rotated."""
+    tokens, width = qkv.shape[0], qkv.shape[3]
+    q, k, v = qkv[:, :, :-2].reshape(tokens, -1, width), qkv[:, :, -2], qkv[:, :, -1]
+    if norms is not None:
+        q, k = rms_norm(q, norms.q[layer], norms.eps), rms_norm(k, norms.k[layer], norms.eps)
+    cos, sin = (a[:, None].astype(qkv.dtype) for a in rotary)
+    return rotate(q, cos, sin), rotate(k, cos, sin), v
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:

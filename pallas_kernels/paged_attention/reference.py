@@ -105,42 +105,83 @@ def _attend(
     page_size, num_kv_heads, width = pools[0].shape[2:]
     num_chunks = -(-table.shape[1] // pages)
     table = jnp.pad(table, ((0, 0), (0, num_chunks * pages - table.shape[1])))
-    queries = q[blocks.token].reshape(*blocks.token.shape, num_kv_heads, -1, width)  # [N, Q, K, G, E]
-    queries = queries.swapaxes(1, 2).swapaxes(2, 3)  # [N, K, G, Q, E]
+    queries = by_kv_head(q[blocks.token], num_kv_heads)
+    span = pages * page_size
 
     def chunk(i, state):
-        best, total, acc = state  # [N, K, G, Q], the same, [N, K, G, Q, E]
         ids = jax.lax.dynamic_slice_in_dim(table, i * pages, pages, axis=1)
-        k, v = (p[layer, ids].reshape(ids.shape[0], pages * page_size, num_kv_heads, width) for p in pools)
-        key_position = i * pages * page_size + jnp.arange(pages * page_size)
-        behind = blocks.position[:, :, None] - key_position  # [N, Q, C]
-        seen = behind >= 0
-        if scorer.window is not None:
-            seen &= behind < scorer.window
-        # What lies past a row's tokens may be anything, NaN too, and no weight of 0 would silence that.
-        v = jnp.where((behind.max(1) >= 0)[:, :, None, None], v, 0)
-        scores = jnp.einsum("nkgqe,ncke->nkgqc", queries, k, preferred_element_type=jnp.float32) * scorer.scale
-        if scorer.soft_cap is not None:
-            scores = scorer.soft_cap * jnp.tanh(scores / scorer.soft_cap)
-        scores = jnp.where(seen[:, None, None], scores, MASKED)
-        new_best = jnp.maximum(best, scores.max(-1))
-        weights = jnp.where(seen[:, None, None], jnp.exp(scores - new_best[..., None]), 0.0)
-        rescale = jnp.exp(best - new_best)
-        weighted = jnp.einsum("nkgqc,nckw->nkgqw", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
-        return new_best, total * rescale + weights.sum(-1), acc * rescale[..., None] + weighted
+        keys, values = (p[layer, ids].reshape(ids.shape[0], span, num_kv_heads, width) for p in pools)
+        return fold(state, queries, keys, values, i * span + jnp.arange(span), blocks.position, scorer)
 
-    shape = queries.shape[:-1]
-    state = (jnp.full(shape, MASKED), jnp.zeros(shape), jnp.zeros(queries.shape, jnp.float32))
+    state = nothing_seen(queries)
     if num_chunks == 1:
         state = chunk(0, state)
     else:
-        reach = jnp.max(blocks.position) // (pages * page_size) + 1
+        reach = jnp.max(blocks.position) // span + 1
         state = jax.lax.fori_loop(0, reach, chunk, state)
-    best, total, acc = state
+    return attended(state, scorer)
+
+
+class Seen(NamedTuple):
+    """What queries [N, K, G, Q, E] have made of the keys that they saw so far, in float32."""
+
+    best: jax.Array  # [N, K, G, Q] the highest score
+    total: jax.Array  # [N, K, G, Q] sum of the weights, relative to it
+    acc: jax.Array  # [N, K, G, Q, E] weighted sum of the values
+
+
+def by_kv_head(q: jax.Array, num_kv_heads: int) -> jax.Array:
+    """[N, K, G, Q, E] of q [N, Q, H, E]."""
+    queries = q.reshape(*q.shape[:2], num_kv_heads, -1, q.shape[-1])
+    return queries.swapaxes(1, 2).swapaxes(2, 3)
+
+
+def nothing_seen(queries: jax.Array) -> Seen:
+    """The state of queries [N, K, G, Q, E] before the first key."""
+    shape = queries.shape[:-1]
+    return Seen(jnp.full(shape, MASKED), jnp.zeros(shape), jnp.zeros(queries.shape, jnp.float32))
+
+
+def fold(
+    seen: Seen,
+    queries: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    key_position: jax.Array,
+    position: jax.Array,
+    scorer: Scorer,
+) -> Seen:
+    """Adds keys and values [N, C, K, E] at positions [C] to what queries [N, K, G, Q, E] at positions [N, Q] saw.
+
+    Keys behind every query of the block, and their values, may be anything. Parts of a context may come in any order.
+    Source: Milakov and Gimelshein 2018 (online softmax).
+    """
+    behind = position[:, :, None] - key_position  # [N, Q, C]
+    sees = behind >= 0
+    if scorer.window is not None:
+        sees &= behind < scorer.window
+    # What lies past a row's tokens may be anything, NaN too, and no weight of 0 would silence that.
+    v = jnp.where((behind.max(1) >= 0)[:, :, None, None], v, 0)
+    scores = jnp.einsum("nkgqe,ncke->nkgqc", queries, k, preferred_element_type=jnp.float32) * scorer.scale
+    if scorer.soft_cap is not None:
+        scores = scorer.soft_cap * jnp.tanh(scores / scorer.soft_cap)
+    scores = jnp.where(sees[:, None, None], scores, MASKED)
+    best = jnp.maximum(seen.best, scores.max(-1))
+    weights = jnp.where(sees[:, None, None], jnp.exp(scores - best[..., None]), 0.0)
+    rescale = jnp.exp(seen.best - best)
+    weighted = jnp.einsum("nkgqc,nckw->nkgqw", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+    return Seen(best, seen.total * rescale + weights.sum(-1), seen.acc * rescale[..., None] + weighted)
+
+
+def attended(seen: Seen, scorer: Scorer) -> jax.Array:
+    """The outputs [N, Q, H, E] float32 of queries that have seen all their keys."""
+    best, total, acc = seen
+    num_kv_heads, width = acc.shape[1], acc.shape[-1]
     if scorer.sinks is not None:
         sink = scorer.sinks.reshape(num_kv_heads, -1, 1)  # [K, G, 1]
         new_best = jnp.maximum(best, sink)
         total = total * jnp.exp(best - new_best) + jnp.exp(sink - new_best)
         acc = acc * jnp.exp(best - new_best)[..., None]
     out = acc / jnp.maximum(total, 1e-30)[..., None]  # [N, K, G, Q, E]
-    return out.swapaxes(2, 3).swapaxes(1, 2).reshape(*blocks.token.shape, -1, width)
+    out = out.swapaxes(2, 3).swapaxes(1, 2)
+    return out.reshape(*out.shape[:2], -1, width)

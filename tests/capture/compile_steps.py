@@ -6,6 +6,7 @@ Runs in an environment of its own (the extra `capture`), since the CUDA plugin m
 """
 
 import contextlib
+import dataclasses
 import functools
 import glob
 import importlib.util
@@ -26,7 +27,8 @@ from jax.experimental import topologies
 from jaxinfer.models import registry
 from jaxinfer.runner.buckets import Bucket
 from jaxinfer.runner.cache import StateShape
-from jaxinfer.runner.compiled import compile_lowered, lower_sampler, lower_small, lower_step
+from jaxinfer.runner.compiled import compile_lowered, lower_long, lower_sampler, lower_small, lower_step
+from jaxinfer.runner.long_context import LongContext
 from jaxinfer.runner.step import StepBuilder
 from jaxinfer.sharding import rules
 from pallas_kernels import triton_call
@@ -44,6 +46,8 @@ QWEN3_4B = {
     "max_position_embeddings": 40960,
     "tie_word_embeddings": True,
 }
+LONG_TOKENS = 200_000
+"""On the host: 29 GB. The target description knows of no host memory, so here these arrays are the device's."""
 BUCKETS = (Bucket(True, 1, 1), Bucket(True, 64, 64), Bucket(False, 256, 8))
 
 
@@ -178,6 +182,10 @@ def main() -> None:
         lower = {str(bucket): functools.partial(lower_step, builder, params, bucket) for bucket in BUCKETS}
         lower["sampler"] = functools.partial(lower_sampler, builder, 64)
         found = {name: facts(builder, how, dump, captured=True) for name, how in lower.items()}
+        longer = dataclasses.replace(builder, long=LongContext.of("gpu", LONG_TOKENS))
+        for size in longer.long.sizes:
+            how = functools.partial(lower_long, longer, params, size)
+            found[f"long {size} tokens"] = facts(longer, how, dump, captured=False)
         found["set_up_prefix"] = facts(builder, lambda: lower_small(builder)["set_up_prefix"], dump, captured=False)
     print(json.dumps({"state_leaves": len(jax.tree.leaves(builder.abstract_state)), "programs": found}))
 

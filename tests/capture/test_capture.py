@@ -10,6 +10,8 @@ MAX_KERNELS = {"decode 1 rows": 8, "decode 64 rows": 11, "mixed 256 tokens, 8 ro
 """Of a layer: on an H200 each of them takes 2 us and more of a step besides its work."""
 STEPS = tuple(MAX_TEMP_MB)
 NUM_LAYERS = 36
+MAX_LONG_TEMP_MB = {"long 1 tokens": 16, "long 1024 tokens": 400}
+"""What the step computes for the host is 151 MB of the latter."""
 of_every_step = pytest.mark.parametrize("step", STEPS)
 of_every_program = pytest.mark.parametrize("program", [*STEPS, "sampler"])
 
@@ -39,6 +41,13 @@ def test_a_prefix_is_put_in_place_by_a_few_kernels_with_room_for_a_page(compiled
     assert found["aliases"] == compiled["state_leaves"]
     assert found["temp_bytes"] < 2.5e6
     assert set(found["kinds"]) == {"kCustomKernel"} and len(found["top_level"]) <= 4
+
+
+@pytest.mark.parametrize("step", MAX_LONG_TEMP_MB)
+def test_a_long_step_keeps_every_buffer_and_copies_no_context(compiled, step):
+    found = compiled["programs"][step]
+    assert found["aliases"] == compiled["state_leaves"]
+    assert found["temp_bytes"] / 1e6 < MAX_LONG_TEMP_MB[step]
 
 
 @of_every_step

@@ -19,9 +19,10 @@ from jax.sharding import Mesh
 
 from jaxinfer.models import registry
 from jaxinfer.params import abstract_params, random_params
-from jaxinfer.runner import cache, compiled, executables, inputs
+from jaxinfer.runner import cache, compiled, executables, inputs, long_context
 from jaxinfer.runner.disk_cache import DiskCache
 from jaxinfer.runner.executables import Executables
+from jaxinfer.runner.long_context import LongContext
 from jaxinfer.sharding import rules
 from pallas_kernels.dispatch import HOPPER
 from tests.runner.test_step import BUCKETS, make_builder
@@ -59,6 +60,8 @@ def kept(request, config, tmp_path_factory):
     if jax.device_count() < request.param:
         pytest.skip(f"{jax.device_count()} devices; {request.param} are needed")
     builder = make_builder(registry.from_config(config), request.param)
+    if request.param == 1:
+        builder = dataclasses.replace(builder, long=LongContext(num_tokens=64, chunk=16, block=8))
     folder = tmp_path_factory.mktemp("kept") / "steps"
     return builder, compile_all(builder, Executables(DiskCache.open(folder), CONFIG)), folder
 
@@ -96,6 +99,14 @@ def run_all(builder, programs):
         state = programs.steps[bucket](params, state, staged)
         state = programs.samplers[bucket.rows](state)
         reads += [programs.read_tokens(state.last_token), programs.read_logprobs(state.logprobs)]
+    if builder.long:
+        host = long_context.zeros(builder.abstract_context())
+        host_where = addresses(host)
+        for size in builder.long.sizes:
+            state, new = programs.long[size](params, state, host, staged)
+            host = programs.long_stores[size](host, new, staged)
+        assert addresses(host) == host_where
+        reads.append(host)
     assert addresses(state) == where
     return state, reads
 

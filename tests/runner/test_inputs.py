@@ -6,12 +6,13 @@ import functools
 
 import jax
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxinfer.runner import inputs, sampling
 from jaxinfer.runner.buckets import Bucket
-from jaxinfer.scheduler.plan import DecodeRow, PrefillChunk, StepPlan
+from jaxinfer.scheduler.plan import DecodeRow, LongChunk, PrefillChunk, StepPlan
 from jaxinfer.types import MAX_STOP_IDS, Request
 
 PAGE, SLOTS, CONTEXT, VOCAB = 8, 6, 64, 50
@@ -208,3 +209,33 @@ def test_the_history_of_a_slot_comes_out_as_it_went_in(request_, slot, prompt_le
     np.testing.assert_array_equal(np.flatnonzero(history.is_output), np.arange(prompt_len, known))
     used = history.bias_ids < VOCAB
     assert dict(zip(history.bias_ids[used].tolist(), history.bias[used].tolist(), strict=True)) == request_.logit_bias
+
+
+@quick
+@given(st.integers(0, SLOTS - 1), st.lists(st.integers(0, VOCAB - 1), max_size=16), st.integers(0, 9), st.booleans())
+def test_a_long_chunk_survives_packing(slot, tokens, num_pages, samples):
+    request = Request(request_id="r", prompt_ids=(), max_tokens=1, temperature=0.5, seed=2**40 + 3)
+    chunk = LongChunk(slot, num_pages * PAGE + 5, tokens, num_pages * PAGE, samples, request, 9)
+    padded = np.pad(inputs.pack_long(chunk, 16), (0, 11))  # the buffer that it is staged in may be longer
+    found = jax.tree.map(np.asarray, unpack_long()(padded))
+    assert found[:4] == (slot, chunk.num_tokens, chunk.start, chunk.num_device_tokens)
+    assert chunk.num_tokens == max(1, len(tokens)) and found.samples == samples
+    np.testing.assert_array_equal(found.sampling, inputs.sampling_fields(request, 9))
+    assert found.tokens[: chunk.num_tokens].tolist() == (tokens or [-1])
+    assert len(found.tokens) == 16
+
+
+@functools.cache
+def unpack_long():
+    return jax.jit(functools.partial(inputs.unpack_long, num_tokens=16))
+
+
+@pytest.mark.parametrize("samples", [True, False])
+def test_a_plan_with_a_long_chunk_is_one_row_that_asks_for_what_its_request_does(samples):
+    plain = Request(request_id="r", prompt_ids=(), max_tokens=1, temperature=0.0)
+    asks = Request(request_id="r", prompt_ids=(), max_tokens=1, temperature=0.7, logprobs=1)
+    for request, tokens in ((plain, (1, 2, 3)), (asks, (1, 2, 3)), (asks, ())):
+        plan = StepPlan(0, (), (), long=LongChunk(0, 8, tokens, 8, samples, request, 9))
+        assert (plan.num_rows, plan.num_tokens) == (1, len(tokens) or 1)
+        assert plan.is_plain == (request is plain or not samples)
+        assert plan.wants_logprobs == (request is asks and samples)
