@@ -141,7 +141,7 @@ class Engine:
         return self._scheduler.fail(f"the step that computed it failed: {type(error).__name__}: {lines[0]}")
 
     def _recover_from_nan(self, result: StepResult) -> list[TokenEvent]:
-        """The pools may hold NaN, and the step behind this one has read them: all is made anew."""
+        """The pools may hold NaN, and the step behind this one may have read it: all is made anew."""
         self._reset()
         events = self._scheduler.lose_state(result, NOT_NUMBERS)
         failed = [event.request_id for event in events if event.finish_reason is FinishReason.ERROR]

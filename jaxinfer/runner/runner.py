@@ -30,10 +30,13 @@ MORE_RUNS = 2
 EMPTY_PLAN = StepPlan(0, (), ())
 """Padding alone."""
 MIN_POLL_S = 20e-6
-"""Shortest sleep between two looks at a step that is waited for. Linux makes 95 us of it (of a sleep of 0, 75 us)."""
+"""Shortest sleep between two looks at a step that is waited for: Linux makes 90 us of it, and of a sleep of 0 still 75.
+
+So a step of 2.7 ms is seen to be done 0.05 ms late in the median, while the next one runs already; a single sleep of
+2.7 ms ends 0.08 ms late. The 30 looks take 0.45 ms of a core. Measured on a CPU, with a clock for the step.
+"""
 POLL_SHARE = 1 / 64
-"""Longest sleep, as a share of the wait so far: so a result is read late by 1.6 % of the wait, or by 95 us, at most.
-Of a decode step of 2.7 ms that is 0.05 ms in the mean, while the next step runs already; a look takes 0.2 us."""
+"""Of the wait so far, the sleep where that is longer: a step of 300 ms is seen to be done 2.3 ms late in the median."""
 
 
 class StuckStep(RuntimeError):

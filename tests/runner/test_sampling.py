@@ -310,3 +310,18 @@ def test_logprobs_survive_being_packed_bit_by_bit():
     chosen, ids, top = sampling.unpack_logprobs(np.asarray(logprobs.pack()))
     for unpacked, array in zip((chosen, ids, top), logprobs, strict=True):
         np.testing.assert_array_equal(unpacked, array)
+
+
+@pytest.mark.parametrize("bad", [[0], [VOCAB - 1], [3, 17], range(VOCAB)], ids=str)
+def test_the_likeliest_token_of_a_row_with_a_nan_is_no_token_and_of_the_other_rows_what_it_always_is(bad):
+    logits = np.stack([peaked(seed) for seed in range(4)]).astype(np.float32)
+    logits[2, bad] = np.nan
+    expected = [sampling.NO_TOKEN if row == 2 else np.argmax(logits[row]) for row in range(4)]
+    assert jax.jit(sampling.likeliest)(logits).tolist() == expected
+
+
+def test_a_row_without_any_token_to_choose_has_no_token_and_one_with_a_single_finite_logit_has_that():
+    logits = np.full((3, VOCAB), -np.inf, np.float32)
+    logits[1, 7] = -1e30
+    logits[2, 5], logits[2, 9] = -np.inf, 3.0
+    assert jax.jit(sampling.likeliest)(logits).tolist() == [sampling.NO_TOKEN, 7, 9]

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxinfer.models import registry
 from jaxinfer.models.model import Model
+from jaxinfer.runner import cache, inputs, sampling
 from jaxinfer.runner.buckets import Bucket
 from jaxinfer.runner.cache import StateShape
 from jaxinfer.runner.compiled import compile_lowered, lower_sampler, lower_small, lower_step
 from jaxinfer.runner.step import StepBuilder
 from jaxinfer.sharding import rules
+from jaxinfer.types import Request
 
 BUCKETS = [Bucket(True, 2, 2), Bucket(False, 16, 2)]
 by_bucket = pytest.mark.parametrize("bucket", BUCKETS, ids=str)
@@ -139,3 +143,24 @@ def test_layers_are_compiled_once_however_many_there_are(golden):
         builder = make_builder(model)
         sizes.append(len(lower_step(builder, abstract_params(builder), BUCKETS[0]).as_text().splitlines()))
     assert sizes[0] == sizes[1]
+
+
+def test_the_sampler_keeps_that_a_row_has_no_token_and_samples_the_others(builder):
+    """Also of a request that draws, has penalties and wants log-probabilities."""
+    state = cache.zeros(builder.abstract_state)
+    logits = np.tile(np.arange(builder.shape.vocab_rows, dtype=np.float32), (2, 1))
+    logits[0, 3] = np.nan
+    ask = Request(request_id="r", prompt_ids=(1,), max_tokens=9, temperature=0.7, top_p=0.9, logprobs=2, seed=1)
+    fields = inputs.sampling_fields(dataclasses.replace(ask, repetition_penalty=1.2), 1)
+    state = state.replace(
+        logits=jnp.asarray(logits),
+        sampled_slot=jnp.asarray([1, 0]),
+        sampled_position=jnp.asarray([5, 6]),
+        last_token=jnp.asarray([9, sampling.NO_TOKEN, 0]),
+        sampling=jnp.tile(fields, (3, 1)),
+    )
+    after = jax.jit(builder.sampler(2))(state)
+    assert after.last_token[1] == sampling.NO_TOKEN and after.last_token[0] > 100
+    chosen, _, top = sampling.unpack_logprobs(np.asarray(after.logprobs))
+    assert chosen[1] == 0 and not top[1].any()
+    assert np.isfinite(chosen[0]) and chosen[0] < 0
