@@ -94,7 +94,6 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--max-num-batched-tokens", type=int, help="most tokens in one step")
     group.add_argument("--max-step-ms", type=float, help="longest step while sequences decode, in ms")
     group.add_argument("--max-waiting", type=int, help="requests that may wait before others are refused")
-    group.add_argument("--step-timeout-s", type=float, help="a longer step fails the requests it holds (default 300)")
     group.add_argument(
         "--enable-prefix-caching",
         action=argparse.BooleanOptionalAction,
