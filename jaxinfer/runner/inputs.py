@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.runner.buckets import Bucket
-from jaxinfer.scheduler.plan import CachedPrefix, LongChunk, PrefillChunk, StepPlan
+from jaxinfer.scheduler.plan import CachedPrefix, LastToken, LongChunk, PrefillChunk, StepPlan
 from jaxinfer.types import MAX_LOGIT_BIAS, MAX_STOP_IDS, Request
 
 FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
@@ -160,7 +160,7 @@ def history_size(max_model_len: int) -> int:
     return 3 + max_model_len + 2 * MAX_LOGIT_BIAS
 
 
-def pack_history(chunk: PrefillChunk | LongChunk, *, max_model_len: int, vocab_rows: int) -> np.ndarray:
+def pack_history(chunk: PrefillChunk | LongChunk | LastToken, *, max_model_len: int, vocab_rows: int) -> np.ndarray:
     """The vector for the slot of a chunk that begins an admission."""
     history = chunk.history or ()
     tokens = np.zeros(max_model_len, np.int32)
@@ -187,12 +187,18 @@ class SlotPrefix(NamedTuple):
     slot: jax.Array  # scalar
     source: jax.Array  # scalar: page that is copied; 0: none, and page 0 is copied to itself
     target: jax.Array  # scalar: page that it is copied to
+    has_last: jax.Array  # scalar: whether the next two are meant
+    last_token: jax.Array  # scalar: what the slot's first decode row computes
+    sampling: jax.Array  # [SAMPLING_FIELDS]
     pages: jax.Array  # [W] the slot's page table; 0 where its pages are not known yet
 
 
+PREFIX_SCALARS = 5
+
+
 def prefix_size(table_width: int) -> int:
-    """Length of the vector for a slot's prefix: slot, source, target, pages."""
-    return 3 + table_width
+    """Length of the vector for a slot's prefix: its scalars, the sampling fields, the pages."""
+    return PREFIX_SCALARS + SAMPLING_FIELDS + table_width
 
 
 def pack_prefix(prefix: CachedPrefix, *, table_width: int) -> np.ndarray:
@@ -201,10 +207,17 @@ def pack_prefix(prefix: CachedPrefix, *, table_width: int) -> np.ndarray:
     packed[0] = prefix.slot
     if prefix.copied_from is not None:
         packed[1:3] = prefix.copied_from, prefix.pages[-1]
-    packed[3 : 3 + len(prefix.pages)] = prefix.pages
+    if prefix.last is not None:
+        packed[3:5] = 1, prefix.last.token_id
+        packed[PREFIX_SCALARS : PREFIX_SCALARS + SAMPLING_FIELDS] = sampling_fields(
+            prefix.last.request, prefix.last.prompt_len
+        )
+    start = PREFIX_SCALARS + SAMPLING_FIELDS
+    packed[start : start + len(prefix.pages)] = prefix.pages
     return packed
 
 
 def unpack_prefix(packed: jax.Array) -> SlotPrefix:
     """Takes the vector apart, on the device."""
-    return SlotPrefix(*packed[:3], packed[3:])
+    fields, pages = jnp.split(packed[PREFIX_SCALARS:], (SAMPLING_FIELDS,))
+    return SlotPrefix(*packed[:PREFIX_SCALARS], fields, pages)

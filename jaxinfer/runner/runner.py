@@ -19,7 +19,7 @@ from jaxinfer.runner.compiled import Programs, Progress
 from jaxinfer.runner.disk_pages import DiskPages
 from jaxinfer.runner.host_pages import HostPages
 from jaxinfer.runner.step import StepBuilder
-from jaxinfer.scheduler.plan import CachedPrefix, LongChunk, PrefillChunk, StepPlan, StepResult, Transferred
+from jaxinfer.scheduler.plan import CachedPrefix, LastToken, LongChunk, PrefillChunk, StepPlan, StepResult, Transferred
 from jaxinfer.types import Request, TokenLogprobs
 
 WARM_UP_RUNS = {"cpu": 1, "gpu": 3}
@@ -116,11 +116,11 @@ class ModelRunner:
                 self._tier.begin(self._state, plan.transfers)
             for prefix in plan.prefixes:
                 self._set_up_prefix(prefix)
-            if not plan.num_rows:
-                return None
-            for chunk in plan.chunks:
+            for chunk in (*plan.chunks, *(prefix.last for prefix in plan.prefixes if prefix.last is not None)):
                 if chunk.history is not None and (chunk.request.has_penalties or chunk.request.logit_bias):
                     self._set_up_slot(chunk)
+            if not plan.num_rows:
+                return None
             num_rows = self._run_plan(plan) if plan.long is None else self._run_long(plan.long)
             if not plan.is_plain:
                 self._state = self._programs.samplers[num_rows](self._state)
@@ -230,7 +230,7 @@ class ModelRunner:
         logprobs.copy_to_host_async()
         return InFlight(plan, tokens, logprobs)
 
-    def _set_up_slot(self, chunk: PrefillChunk | LongChunk) -> None:
+    def _set_up_slot(self, chunk: PrefillChunk | LongChunk | LastToken) -> None:
         shape = self._builder.shape
         packed = inputs.pack_history(chunk, max_model_len=shape.max_model_len, vocab_rows=shape.vocab_rows)
         self._state = self._programs.set_up_slot(self._state, packed)

@@ -207,6 +207,7 @@ class StepBuilder:
     def set_up_prefix(self, state: DeviceState, packed: jax.Array) -> DeviceState:
         """Writes the page table of a sequence that begins in the cache, and copies the page that it does not share.
 
+        Where a single token is left to compute, that is the slot's last one, and its sampling parameters come along.
         The state is donated, and the copy reads and writes one page of every layer.
         """
         prefix = inputs.unpack_prefix(packed)
@@ -216,10 +217,14 @@ class StepBuilder:
         def copy(pool: jax.Array) -> jax.Array:
             return put(pool, jax.lax.dynamic_slice_in_dim(pool, prefix.source, 1, axis=1), prefix.target, axis=1)
 
+        # A slot out of range: dropped.
+        slot = jnp.where(prefix.has_last > 0, prefix.slot, self.shape.num_slots + 1)
         return state.replace(
             page_table=put(state.page_table, prefix.pages[None], prefix.slot, axis=0),
             k_pages=copy(state.k_pages),
             v_pages=copy(state.v_pages),
+            last_token=state.last_token.at[slot].set(prefix.last_token, mode="drop"),
+            sampling=state.sampling.at[slot].set(prefix.sampling, mode="drop"),
         )
 
     def gather_frame(self, k_pages: jax.Array, v_pages: jax.Array, pages: jax.Array) -> jax.Array:

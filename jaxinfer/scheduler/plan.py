@@ -41,15 +41,28 @@ class PrefillChunk:
     )  # with the first chunk of an admission, all known tokens (prompt, then output), else None
 
 
-class CachedPrefix(NamedTuple):
-    """The beginning of a newly admitted sequence that is in the cache already. Its first chunk starts behind it.
+class LastToken(NamedTuple):
+    """The only known token of a sequence that is not in the cache. As a decode row it is computed like any other: in
+    a smaller step, by an attention that splits the context.
+    """
 
-    The chunk comes with the same plan, or with a later one where some of the pages are still to arrive from the host.
+    slot: int
+    token_id: int
+    request: Request  # as in PrefillChunk, and so are the next two
+    prompt_len: int
+    history: Sequence[int]
+
+
+class CachedPrefix(NamedTuple):
+    """The beginning of a newly admitted sequence that is in the cache already. Its first row starts behind it.
+
+    The row comes with the same plan, or with a later one where some of the pages are still to arrive from the host.
     """
 
     slot: int
     pages: Sequence[int]  # for the slot's page table from index 0 on; the last one may be filled in part
     copied_from: int | None  # page whose content the last of `pages` begins with; None: all are shared as they are
+    last: LastToken | None = None  # what is left to compute, if it is a single token: then its first row is a DecodeRow
 
 
 class LongChunk(NamedTuple):

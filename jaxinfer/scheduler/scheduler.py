@@ -199,7 +199,7 @@ class Scheduler:
         samplers: dict[int, Sequence] = {}
         decodes = self._plan_decodes(samplers)
         prefixes: list[CachedPrefix] = []
-        prefills = self._plan_prefills(len(decodes), samplers, prefixes)
+        prefills = self._plan_prefills(decodes, samplers, prefixes)
         transfers = self.cache.take_transfers()
         if not (decodes or prefills or prefixes or transfers):
             return None
@@ -310,10 +310,13 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _plan_prefills(
-        self, num_decodes: int, samplers: dict[int, Sequence], prefixes: list[CachedPrefix]
+        self, decodes: list[DecodeRow], samplers: dict[int, Sequence], prefixes: list[CachedPrefix]
     ) -> list[PrefillChunk]:
-        """Chunks of known tokens: of the sequence in prefill, then of those newly admitted, while tokens are left."""
-        limits = self.limits
+        """Chunks of known tokens: of the sequence in prefill, then of those newly admitted, while tokens are left.
+
+        Sequences of which a single token is left have a row more in `decodes`.
+        """
+        limits, num_decodes = self.limits, len(decodes)
         chunks: list[PrefillChunk] = []
         seq = self._prefilling
         num_waiting = len(self._waiting) + len(self._ready) + (seq is not None)
@@ -323,6 +326,12 @@ class Scheduler:
             seq = self._admit(prefixes)
         # There is a token left for it: it has no decode row, so there are fewer of these than max_mixed_tokens.
         while seq is not None:
+            if seq.has_last_token_only:
+                decodes.append(seq.take_last_token(limits.page_size))
+                samplers[decodes[-1].slot] = seq
+                num_left -= 1
+                seq = self._admit(prefixes) if num_left else None
+                continue
             chunk = seq.take_chunk(num_left, self.limits.page_size)
             chunks.append(chunk)
             if chunk.samples:
@@ -412,7 +421,8 @@ class Scheduler:
         grant = self.cache.take(hit, self._num_pages(len(seq.tokens)) - len(hit.pages))
         seq.admit(slot, grant.pages, hit.num_tokens, grant.tickets)
         if hit.num_tokens:
-            prefixes.append(CachedPrefix(slot, grant.pages[: self._num_pages(hit.num_tokens)], hit.source))
+            last = seq.last_token() if seq.has_last_token_only else None
+            prefixes.append(CachedPrefix(slot, grant.pages[: self._num_pages(hit.num_tokens)], hit.source, last))
 
     def _num_pages_until_decode(self, num_tokens: int) -> int:
         """Most pages that the running sequences take before a newcomer has computed its `num_tokens` and decodes.

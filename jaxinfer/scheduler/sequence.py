@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jaxinfer.config import SchedulerLimits
-from jaxinfer.scheduler.plan import DecodeRow, PrefillChunk
+from jaxinfer.scheduler.plan import DecodeRow, LastToken, PrefillChunk
 from jaxinfer.types import FinishReason, InvalidRequest, Request, TokenEvent, TokenLogprobs
 
 
@@ -146,6 +146,25 @@ class Sequence:
             self.pages.append(new_page)
         self.num_computed = position + 1
         self.num_in_flight += 1
+        return DecodeRow(slot, position, new_page, self.is_plain, self.num_logprobs is not None)
+
+    @property
+    def has_last_token_only(self) -> bool:
+        """Whether all known tokens but the last came from the cache, and that one is not planned yet."""
+        return 0 < self.prefix_len == self.num_computed == self.prefill_end - 1
+
+    def last_token(self) -> LastToken:
+        """For a decode row to compute it."""
+        assert self.slot is not None
+        return LastToken(self.slot, self.tokens[-1], self.request, self.prompt_len, tuple(self.tokens))
+
+    def take_last_token(self, page_size: int) -> DecodeRow:
+        """Plans the last known token as a decode row. The page that it begins, if it does, is its last."""
+        slot, position = self.slot, self.num_computed
+        assert slot is not None
+        self.num_computed = position + 1
+        self.num_in_flight += 1
+        new_page = None if position % page_size else self.pages[-1]
         return DecodeRow(slot, position, new_page, self.is_plain, self.num_logprobs is not None)
 
     def take_chunk(self, max_tokens: int, page_size: int) -> PrefillChunk:

@@ -173,11 +173,18 @@ class FakeDevice:
                 targets.add(prefix.pages[-1])
                 self._copy(prefix.copied_from, prefix.pages[-1])
             self.tables[prefix.slot] = prefix
+            if (last := prefix.last) is not None:
+                assert (prefix.slot, last.token_id) == (last.slot, last.history[-1])
+                state = SlotState(last.request, last.prompt_len, list(last.history), list(prefix.pages))
+                state.num_written, state.last_token = len(last.history) - 1, last.token_id
+                self.slots[prefix.slot] = state
+                assert len(state.table) == -(-state.num_written // self.limits.page_size)
         for page in arriving:
             for offset in range(self.limits.page_size):
                 self.cells.pop((page, offset), None)
-        rows = [self._write_decode(row) for row in plan.decodes]
-        rows += [self._write_chunk(chunk) for chunk in plan.prefills]
+        # Decode rows last: the first of a sequence may follow pages that a chunk of this step fills.
+        rows = [self._write_chunk(chunk) for chunk in plan.prefills]
+        rows += [self._write_decode(row) for row in plan.decodes]
         self._check_written_pages(plan)
         tokens = {}
         for slot, samples in rows:
@@ -275,6 +282,7 @@ class Harness:
         self.requests: dict[str, Request] = {}
         self.events: dict[str, list[TokenEvent]] = {}
         self.plans: list[StepPlan] = []
+        self.begun: set[int] = set()  # slots whose sequences have had a row
 
     def submit(self, name: str, prompt_len: int = 5, **fields: object) -> Request:
         """A request whose prompt depends on its name and length alone; 4 tokens of output unless told."""
@@ -289,9 +297,12 @@ class Harness:
         """Makes a plan and launches it, if there is anything to plan."""
         plan = self.scheduler.next_plan()
         if plan is not None:
-            assert plan.num_tokens <= (self.limits.max_mixed_tokens if plan.decodes else self.limits.max_step_tokens), (
-                f"step {plan.step} is over its token limit"
-            )
+            fresh = {prefix.slot for prefix in plan.prefixes}
+            decoding = ({row.slot for row in plan.decodes} & self.begun) - fresh
+            limit = self.limits.max_mixed_tokens if decoding else self.limits.max_step_tokens
+            assert plan.num_tokens <= max(limit, len(plan.decodes)), f"step {plan.step} is over its token limit"
+            self.begun -= fresh
+            self.begun |= {row.slot for row in (*plan.decodes, *plan.prefills)}
             slots = [row.slot for row in (*plan.decodes, *plan.prefills)]
             assert len(slots) == len(set(slots)) and set(slots) <= set(range(self.limits.max_num_seqs))
             assert plan.step == len(self.plans)

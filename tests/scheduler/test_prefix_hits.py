@@ -29,6 +29,12 @@ def run(harness: Harness, name: str, prompt: list[int], **fields: object) -> int
     return num_cached(harness, name)
 
 
+def prefixes(harness: Harness, name: str) -> list[CachedPrefix]:
+    """Those of a request of which a single token was left to compute."""
+    found = [prefix for plan in harness.plans for prefix in plan.prefixes]
+    return [prefix for prefix in found if prefix.last is not None and prefix.last.request.request_id == name]
+
+
 def first_chunks(harness: Harness, name: str) -> list[tuple[PrefillChunk, CachedPrefix | None]]:
     """The first chunk of every admission, and the prefix that came with it."""
     return [
@@ -63,14 +69,20 @@ def test_the_same_prompt_again_is_cached_but_for_its_last_token(
     harness = caching(page_size=page_size)
     assert run(harness, "a", PROMPT[:prompt_len]) == 0
     assert run(harness, "b", PROMPT[:prompt_len]) == cached
-    ((a, _),), ((b, prefix),) = (first_chunks(harness, name) for name in "ab")
-    assert (b.start, list(b.token_ids)) == (cached, PROMPT[cached:prompt_len])
-    assert (prefix is None) == (cached == 0)
-    if prefix is not None:
+    ((a, _),) = first_chunks(harness, "a")
+    if not cached:
+        ((b, prefix),) = first_chunks(harness, "b")
+        assert (b.start, list(b.token_ids), prefix) == (0, PROMPT[:prompt_len], None)
+    else:  # the last token is a decode row
+        (prefix,) = prefixes(harness, "b")
+        assert prefix.last is not None and prefix.last.token_id == PROMPT[cached]
+        assert list(prefix.last.history) == PROMPT[:prompt_len]
         assert list(prefix.pages[:num_shared]) == list(a.new_pages[:num_shared])
-        assert len(prefix.pages) == num_shared + is_copied == b.first_new_page
+        assert len(prefix.pages) == num_shared + is_copied
         assert prefix.copied_from == (a.new_pages[num_shared] if is_copied else None)
         assert prefix.copied_from not in prefix.pages
+        (plan,) = (plan for plan in harness.plans if prefix in plan.prefixes)
+        assert [(row.slot, row.position) for row in plan.decodes] == [(prefix.slot, cached)] and not plan.prefills
     assert harness.scheduler.cached_prompt_tokens == cached
     assert harness.output("b") == harness.output("a")
 
@@ -207,8 +219,7 @@ def test_a_page_may_be_evicted_for_the_sequence_that_copies_it():
     harness = caching(page_size=4, num_pages=3, max_model_len=64)
     run(harness, "a", PROMPT[:11], max_tokens=1)
     assert run(harness, "b", PROMPT[:11], max_tokens=1) == 10
-    ((_, prefix),) = first_chunks(harness, "b")
-    assert prefix is not None
+    (prefix,) = prefixes(harness, "b")
     assert prefix.pages[-1] == prefix.copied_from
 
 
