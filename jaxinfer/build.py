@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import functools
 import logging
 import math
 import os
@@ -26,7 +24,7 @@ from jaxinfer.config import ConfigError, EngineConfig, SchedulerLimits
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.loop import engine_main
 from jaxinfer.found import Found, find_model
-from jaxinfer.kv_tiers import open_disk, tier_sizes
+from jaxinfer.kv_tiers import TierSizes, open_disk, size_memory
 from jaxinfer.models import registry
 from jaxinfer.models.model import Model, ModelError
 from jaxinfer.params import Params, abstract_params, num_bytes, random_params
@@ -37,6 +35,7 @@ from jaxinfer.runner.compiled import compile_programs, largest_temp_bytes
 from jaxinfer.runner.disk_cache import DiskCache, is_private
 from jaxinfer.runner.disk_pages import DiskPages
 from jaxinfer.runner.executables import Executables
+from jaxinfer.runner.host_pages import take_memory
 from jaxinfer.runner.runner import ModelRunner
 from jaxinfer.runner.step import StepBuilder
 from jaxinfer.scheduler.kv_cache import KvCache
@@ -77,11 +76,10 @@ def build_engine(config: EngineConfig, found: Found | None = None, *, show_progr
     ends, defaults = eos_ids(checkpoint, tokenizer), sampling_defaults(checkpoint)
     builder = make_builder(config, checkpoint, tokenizer)
     mesh, buckets = builder.mesh, builder.buckets
-    executables = Executables(_open_executables(config), checkpoint.config)
+    executables = Executables(open_executables(config), checkpoint.config)
     check_tensors(checkpoint, builder.model)
     with contextlib.closing(Progress(show_progress, SHARES)) as progress, _out_of_memory_explained(config):
-        builder, runner, disk = _load_and_compile(config, builder, executables, checkpoint, progress)
-    tiers = tier_sizes(config, builder)
+        builder, tiers, runner, disk = _load_and_compile(config, builder, executables, checkpoint, progress)
     limits = SchedulerLimits(
         max_model_len=builder.shape.max_model_len,
         page_size=config.page_size,
@@ -98,6 +96,8 @@ def build_engine(config: EngineConfig, found: Found | None = None, *, show_progr
         compute_ms=min(ms / bucket.tokens for bucket, ms in runner.times_ms.items()),
         num_disk_pages=tiers.num_disk_pages,
         fingerprint=disk.fingerprint if disk else "",
+        long_tokens=builder.long.num_tokens if builder.long else 0,
+        long_chunk=builder.long.chunk if builder.long else 0,
     )
     info = EngineInfo(
         model=config.model,
@@ -127,54 +127,13 @@ def make_builder(config: EngineConfig, checkpoint: Checkpoint, tokenizer: Tokeni
     return StepBuilder(model=model, shape=shape, vocab_size=vocab_size, mesh=mesh, buckets=tuple(buckets))
 
 
-class MemoryPart(NamedTuple):
-    """Bytes of one device that an engine takes, and what for."""
+class Built(NamedTuple):
+    """What is on the devices, and behind them."""
 
-    name: str
-    num_bytes: int
-    detail: str = ""
-
-
-def plan_memory(config: EngineConfig) -> list[MemoryPart]:
-    """Where the memory of each device would go. Raises as `build_engine` does.
-
-    On a GPU the largest step is compiled, unless a former start stored how much it needs.
-    """
-    set_up_jax(config)
-    find_devices()
-    checkpoint, tokenizer = find_model(config)
-    builder = make_builder(config, checkpoint, tokenizer)
-    model, mesh = builder.model, builder.mesh
-    executables = Executables(_open_executables(config), checkpoint.config)
-    params = abstract_params(model.specs, builder.shape.dtype, rules.shardings(model.specs, mesh))
-
-    @functools.cache
-    def temp_bytes() -> int:
-        return largest_temp_bytes(builder, params, executables, lambda *_: None, lambda: None)
-
-    shape = size_pool(config, builder, temp_bytes).shape
-    state = shape.abstract(mesh, builder.axis_rules)
-    penalties = sum(a.size * a.dtype.itemsize for a in (state.output_counts, state.in_prompt, state.logit_bias))
-    logits = state.logits.size * state.logits.dtype.itemsize
-    page_bytes = cache.token_bytes(shape.cache, shape.dtype) * shape.page_size // mesh.size
-    token_bytes, context_pages = page_bytes // shape.page_size, -(-shape.max_model_len // shape.page_size)
-    parts = [
-        MemoryPart("weights", num_bytes(model.specs, shape.dtype) // mesh.size, f"{model.architecture}, {shape.dtype}"),
-        MemoryPart(
-            "KV cache",
-            (shape.num_pages + 1) * page_bytes,
-            f"{shape.num_pages:,} pages of {shape.page_size} tokens of {token_bytes:,} bytes; a context of "
-            f"{shape.max_model_len:,} takes {context_pages:,} pages",
-        ),
-        MemoryPart("logits", logits, f"of {shape.num_slots} sequences, {shape.vocab_rows:,} tokens, in float32"),
-        MemoryPart("penalties and biases", penalties, f"of {shape.num_slots} sequences"),
-        MemoryPart("page tables and sampling", cache.slot_bytes(state) - logits - penalties),
-    ]
-    if builder.platform == "gpu":
-        largest = f"of the largest step, {builder.buckets[-1]}"
-        parts.append(MemoryPart("temporaries", temp_bytes(), largest))
-        parts.append(MemoryPart("reserve", cache.GPU_RESERVE_BYTES, "left free for results and fragmentation"))
-    return parts
+    builder: StepBuilder
+    tiers: TierSizes
+    runner: ModelRunner
+    disk: DiskPages | None
 
 
 def _load_and_compile(
@@ -183,10 +142,11 @@ def _load_and_compile(
     executables: Executables,
     checkpoint: Checkpoint,
     progress: Progress,
-) -> tuple[StepBuilder, ModelRunner, DiskPages | None]:
-    """The builder with its pool sized, the runner, and the disk tier's files. Weights are loaded while programs are compiled or fetched.
+) -> Built:
+    """The builder with its pool and tiers sized, the runner, and the disk tier's files.
 
-    Programs need only the shapes of the weights. Tracing stays on this thread, which has the caller's contexts of JAX.
+    Weights are loaded, and host memory is taken, while programs are compiled or fetched: these need only the shapes of
+    the weights. Tracing stays on this thread, which has the caller's contexts of JAX.
     """
     model, dtype = builder.model, builder.shape.dtype
     shardings = rules.shardings(model.specs, builder.mesh)
@@ -201,26 +161,26 @@ def _load_and_compile(
 
     with Background(load_all) as loading:
 
-        def temp_bytes() -> int:
+        def temp_bytes(builder: StepBuilder) -> int:
             return largest_temp_bytes(builder, params, executables, progress, loading.check)
 
-        sized = size_pool(config, builder, temp_bytes)
-        tiers = tier_sizes(config, sized)
-        sized = dataclasses.replace(sized, frame_pages=tiers.frame_pages)
+        sized, tiers = size_memory(config, builder, temp_bytes)
         disk = open_disk(config, checkpoint, sized)
-        programs = compile_programs(sized, params, executables, progress, loading.check)
+        with Background(lambda _: take_memory(sized.abstract_frame, tiers.num_frames)) as taking:
+            programs = compile_programs(sized, params, executables, progress, loading.check)
+            taking.result()
         loaded = loading.result()
     try:
-        runner = ModelRunner(sized, loaded, programs, progress, num_frames=tiers.num_frames, disk=disk)
+        runner = ModelRunner(sized, loaded, programs, progress, disk=disk)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" in str(error) or not executables.discard_fetched(str(error).splitlines()[0]):
             raise
         log.warning("all steps are compiled anew")
     else:
-        return sized, runner, disk
+        return Built(sized, tiers, runner, disk)
     programs = compile_programs(sized, params, executables, progress)
-    runner = ModelRunner(sized, loaded, programs, progress, num_frames=tiers.num_frames, disk=disk)
-    return sized, runner, disk
+    runner = ModelRunner(sized, loaded, programs, progress, disk=disk)
+    return Built(sized, tiers, runner, disk)
 
 
 @contextlib.contextmanager
@@ -258,7 +218,7 @@ def _cache_dir(config: EngineConfig) -> Path | None:
     return Path(config.compile_cache_dir) if config.compile_cache_dir else None
 
 
-def _open_executables(config: EngineConfig) -> DiskCache | None:
+def open_executables(config: EngineConfig) -> DiskCache | None:
     """Where whole steps are kept: beside JAX's own cache, and none where the user switched that off."""
     directory = _cache_dir(config)
     used = directory is not None and jax.config.jax_compilation_cache_dir == str(directory)
@@ -378,23 +338,6 @@ def _max_step_tokens(config: EngineConfig, num_slots: int, mesh: Mesh) -> int:
             "every sequence and leave room for prompts"
         )
     return tokens
-
-
-def size_pool(config: EngineConfig, builder: StepBuilder, largest_temp_bytes: Callable[[], int]) -> StepBuilder:
-    """The builder with the pages that fit, and with a context that they can hold.
-
-    largest_temp_bytes: of the largest step, which is asked for on a GPU alone and may take as long as compiling it.
-    """
-    shape = builder.shape
-    if config.num_pages is None:
-        temp_bytes = largest_temp_bytes() if builder.platform == "gpu" else 0
-        used = (
-            cache.slot_bytes(builder.abstract_state) + num_bytes(builder.model.specs, shape.dtype) // builder.mesh.size
-        )
-        pages = cache.pool_pages(shape, builder.mesh, used_bytes=used, temp_bytes=temp_bytes)
-        shape = dataclasses.replace(shape, num_pages=pages)
-    shape = dataclasses.replace(shape, max_model_len=min(shape.max_model_len, shape.num_pages * shape.page_size))
-    return dataclasses.replace(builder, shape=shape)
 
 
 def _max_mixed_tokens(

@@ -149,6 +149,8 @@ class SchedulerLimits:
     compute_ms: float = 0.0  # to compute the keys and values of a token anew
     num_disk_pages: int = 0  # with 0 there is no disk tier
     fingerprint: str = ""  # of the model, in the names of pages on disk
+    long_tokens: int = 0  # that the host holds of a context which the pool does not; with 0 there is none longer
+    long_chunk: int = 0  # most tokens of a step behind the pool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -16,8 +16,9 @@ import jax.numpy as jnp
 
 from checkpoints import load
 from checkpoints.resolve import resolve
-from jaxinfer.build import REFUSALS, check_context, find_devices, plan_memory
+from jaxinfer.build import REFUSALS, check_context, find_devices
 from jaxinfer.config import ConfigError, EngineConfig
+from jaxinfer.memory_plan import MemoryPart, plan_memory
 from jaxinfer.models import registry
 from jaxinfer.params import num_bytes
 from jaxinfer.runner.cache import token_bytes
@@ -132,17 +133,22 @@ def _model(config: EngineConfig, memory: int) -> list[Finding]:
 
 
 def _memory(config: EngineConfig, limit: int) -> list[Finding]:
-    """What an engine would take of each device, part by part."""
+    """What an engine would take of each device and of the host, part by part."""
     try:
         parts = plan_memory(config)
     except REFUSALS as error:
         return [Finding("memory", str(error), ok=False)]
-    total = sum(part.num_bytes for part in parts)
-    findings = [
+    total = sum(part.num_bytes for part in parts if part.on_device)
+    together = Finding("  together", f"{total:>15,} bytes of {limit:,}", ok=total <= limit)
+    return [*_parts(parts, on_device=True), together, *_parts(parts, on_device=False)]
+
+
+def _parts(parts: Sequence[MemoryPart], *, on_device: bool) -> list[Finding]:
+    return [
         Finding(f"  {part.name}", f"{part.num_bytes:>15,} bytes" + (f"  {part.detail}" if part.detail else ""))
         for part in parts
+        if part.on_device == on_device
     ]
-    return [*findings, Finding("  together", f"{total:>15,} bytes of {limit:,}", ok=total <= limit)]
 
 
 def _gib(num: int) -> str:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 from checkpoints.fingerprint import fingerprint
 from checkpoints.resolve import Checkpoint
 from jaxinfer.config import ConfigError, EngineConfig
+from jaxinfer.params import num_bytes
 from jaxinfer.runner import cache
 from jaxinfer.runner.disk_pages import DiskPages
+from jaxinfer.runner.long_context import LongContext
+from jaxinfer.runner.page_file import BLOCK_BYTES
 from jaxinfer.runner.step import StepBuilder
 
 FRAME_BYTES = 2**25
@@ -23,23 +28,72 @@ POOL_SHARE = 8
 class TierSizes(NamedTuple):
     """Of the tiers behind the device."""
 
-    frame_pages: int  # 0: there is no host tier
-    num_frames: int
-    num_disk_pages: int  # 0: there is no disk tier
     page_bytes: int
+    frame_pages: int = 0  # 0: there is no host tier
+    num_frames: int = 0
+    num_disk_pages: int = 0  # 0: there is no disk tier
+    long_bytes: int = 0  # of host memory, for the end of a context that the pool does not hold
 
     @property
-    def host_bytes(self) -> int:
-        """Of pinned memory."""
+    def frame_bytes(self) -> int:
+        """Of pinned memory, for all frames."""
         return self.num_frames * self.frame_pages * self.page_bytes
 
 
-def tier_sizes(config: EngineConfig, builder: StepBuilder) -> TierSizes:
+def size_memory(
+    config: EngineConfig, builder: StepBuilder, temp_bytes: Callable[[StepBuilder], int]
+) -> tuple[StepBuilder, TierSizes]:
+    """The builder with the pages that fit, the tiers behind them, and a context that all of it can hold.
+
+    temp_bytes: of the largest step, which is asked for on a GPU alone and may take as long as compiling it. ConfigError
+    or PoolError for sizes that hold too little, or more than there is.
+    """
+    sized = _size_pool(config, builder, temp_bytes)
+    shape = sized.shape
+    tiers = _host_sizes(config, sized)
+    missing = shape.max_model_len - shape.num_pages * shape.page_size
+    if missing > 0 and tiers.num_frames and builder.mesh.size == 1:
+        sized, tiers = _with_long_context(sized, tiers, missing)
+        if config.num_pages is None:  # its steps need memory, too
+            sized = _size_pool(config, sized, temp_bytes)
+    room = sized.shape.num_pages * shape.page_size + (sized.long.num_tokens if sized.long else 0)
+    shape = dataclasses.replace(sized.shape, max_model_len=min(shape.max_model_len, room))
+    return dataclasses.replace(sized, shape=shape, frame_pages=tiers.frame_pages), tiers
+
+
+def _size_pool(config: EngineConfig, builder: StepBuilder, temp_bytes: Callable[[StepBuilder], int]) -> StepBuilder:
+    """The builder with the pages that fit."""
+    if config.num_pages is not None:
+        return builder
+    shape, mesh = builder.shape, builder.mesh
+    temp = temp_bytes(builder) if builder.platform == "gpu" else 0
+    used = cache.slot_bytes(builder.abstract_state) + num_bytes(builder.model.specs, shape.dtype) // mesh.size
+    pages = cache.pool_pages(shape, mesh, used_bytes=used, temp_bytes=temp)
+    return dataclasses.replace(builder, shape=dataclasses.replace(shape, num_pages=pages))
+
+
+def _with_long_context(builder: StepBuilder, tiers: TierSizes, missing: int) -> tuple[StepBuilder, TierSizes]:
+    """With host memory for up to `missing` tokens, of which the frames keep one."""
+    shape, frame_bytes = builder.shape, tiers.frame_pages * tiers.page_bytes
+    most_bytes = (tiers.num_frames - 1) * frame_bytes
+    num_tokens = min(missing, most_bytes // (tiers.page_bytes // shape.page_size))
+    while num_tokens > 0:
+        long = LongContext.of(builder.platform, num_tokens)
+        over = long.num_bytes(shape.cache, shape.dtype) - most_bytes
+        if over <= 0:
+            left = (most_bytes + frame_bytes - long.num_bytes(shape.cache, shape.dtype)) // frame_bytes
+            sizes = tiers._replace(num_frames=left, long_bytes=long.num_bytes(shape.cache, shape.dtype))
+            return dataclasses.replace(builder, long=long), sizes
+        num_tokens -= -(-over // (tiers.page_bytes // shape.page_size))
+    return builder, tiers
+
+
+def _host_sizes(config: EngineConfig, builder: StepBuilder) -> TierSizes:
     """What the configured sizes hold. ConfigError for less than one frame, and for more memory than is there."""
     shape = builder.shape
     page_bytes = cache.token_bytes(shape.cache, shape.dtype) * shape.page_size
     if not config.kv_host_gib:
-        return TierSizes(0, 0, 0, page_bytes)
+        return TierSizes(page_bytes)
     host_bytes = int(config.kv_host_gib * 2**30)
     wanted = min(max(FRAME_BYTES // page_bytes, 1), MAX_FRAME_PAGES, max(shape.num_pages // POOL_SHARE, 1))
     frame_pages = 2 ** (wanted.bit_length() - 1)
@@ -56,10 +110,10 @@ def tier_sizes(config: EngineConfig, builder: StepBuilder) -> TierSizes:
         )
     num_disk_pages = 0
     if config.kv_disk_dir is not None:
-        num_disk_pages = int(config.kv_disk_gib * 2**30) // page_bytes
+        num_disk_pages = int(config.kv_disk_gib * 2**30) // (page_bytes + BLOCK_BYTES)
         if num_disk_pages < 1:
             raise ConfigError(f"kv_disk_gib is {config.kv_disk_gib}, less than a page of {page_bytes:,} bytes")
-    return TierSizes(frame_pages, num_frames, num_disk_pages, page_bytes)
+    return TierSizes(page_bytes, frame_pages, num_frames, num_disk_pages)
 
 
 def open_disk(config: EngineConfig, checkpoint: Checkpoint, builder: StepBuilder) -> DiskPages | None:

@@ -8,7 +8,7 @@ import subprocess
 import jax
 import pytest
 
-from jaxinfer import build, cli, doctor
+from jaxinfer import build, cli, doctor, memory_plan
 from jaxinfer.config import EngineConfig
 from tests.api.test_serve_process import GOLDEN, SPOILED, doctored, run_cli, spoil
 
@@ -45,7 +45,7 @@ def test_memory_by_part_is_what_an_engine_takes(capsys):
     assert status == 0
     assert "40 pages of 16 tokens of" in found["KV cache"]
     config = EngineConfig(model=str(GOLDEN), num_pages=40, max_num_seqs=2, max_num_batched_tokens=16)
-    parts = {part.name: part.num_bytes for part in build.plan_memory(config)}
+    parts = {part.name: part.num_bytes for part in memory_plan.plan_memory(config)}
     assert {*parts, "together"} <= set(found)
     engine = build.build_engine(config, show_progress=False)
     params, state = engine._runner._params, engine._runner._state

@@ -38,6 +38,8 @@ from jaxinfer.scheduler.plan import (
 
 MAX_ARRIVING = 4
 """Frames on their way to the device at once: the next copy waits behind the one that runs."""
+MAX_LEAVING = 8
+"""Frames on their way from the device at once: each takes memory of the device until it has left."""
 POLL_S = 5e-5
 WARM_UP_FRAMES = 8
 """Copied to measure what a frame takes."""
@@ -59,6 +61,14 @@ class _Read(NamedTuple):
     content: jax.Array | None
 
 
+def take_memory(frame: jax.ShapeDtypeStruct, num_frames: int) -> None:
+    """Has JAX pin the memory of all frames of the host, and keep it: a GiB takes a second, which a step cannot wait."""
+    assert isinstance(frame.sharding, NamedSharding)
+    empty = np.zeros(frame.shape, frame.dtype)
+    on_host = frame.sharding.with_memory_kind("pinned_host")
+    jax.block_until_ready([jax.device_put(empty, on_host) for _ in range(num_frames)])
+
+
 class HostPages:
     """Owner of the frames in pinned host memory, and of the files behind them.
 
@@ -76,8 +86,9 @@ class HostPages:
         self._frames: dict[int, jax.Array] = {}
         self._waiting: deque[_Arrival] = deque()
         self._arriving: deque[_Arrival] = deque()
+        self._leaving: deque[tuple[int | None, jax.Array]] = deque()  # with the ticket of those whose end is told
         self._num_left: dict[int, int] = {}  # by ticket: frames that are still to be put into the pools
-        self._lost: list[int] = []  # tickets whose frames will never be
+        self._ended: list[int] = []  # tickets that are to be told
         self._disk = disk
         self._jobs: queue.SimpleQueue[Callable[[], _Read | None] | None] = queue.SimpleQueue()
         self._read: queue.SimpleQueue[_Read] = queue.SimpleQueue()
@@ -92,33 +103,26 @@ class HostPages:
         """G."""
         return self._frame.shape[2]
 
-    def warm_up(self, state: DeviceState, num_frames: int) -> tuple[DeviceState, float]:
-        """Runs all of it once, and takes the host memory of `num_frames`: later that would hold up a step.
-
-        Returns the state and the milliseconds that it takes to restore a frame.
-        """
+    def warm_up(self, state: DeviceState) -> tuple[DeviceState, float]:
+        """Runs all of it once. Returns the state and the milliseconds that it takes to restore a frame."""
         padding = np.zeros(self.frame_pages, np.int32)
         made = self._gather(state.k_pages, state.v_pages, padding)
-        held = [jax.device_put(made, self._on_host) for _ in range(num_frames)]
-        jax.block_until_ready(held)
+        held = jax.block_until_ready(jax.device_put(made, self._on_host))
+        frame_ms = 0.0
         for _ in range(2):  # the first runs are slower
-            frames = [held[i % num_frames] for i in range(WARM_UP_FRAMES)]
             start_s = time.perf_counter()
-            for frame in frames:
-                state = self._scatter(state, jax.device_put(frame, self._on_device), padding)
+            for _ in range(WARM_UP_FRAMES):
+                state = self._scatter(state, jax.device_put(held, self._on_device), padding)
             jax.block_until_ready(state)
-            frame_ms = (time.perf_counter() - start_s) * 1e3 / len(frames)
+            frame_ms = (time.perf_counter() - start_s) * 1e3 / WARM_UP_FRAMES
         return state, frame_ms
 
     def begin(self, state: DeviceState, transfers: Sequence[Transfer]) -> None:
         """Begins transfers, in their order; the pages that leave the device may be written to by what comes next."""
         for transfer in transfers:
             match transfer:
-                case Offload(number, pages):
-                    padded = np.zeros(self.frame_pages, np.int32)
-                    padded[: len(pages)] = pages
-                    made = self._gather(state.k_pages, state.v_pages, padded)
-                    self._frames[number] = jax.device_put(made, self._on_host)
+                case Offload():
+                    self._offload(state, transfer)
                 case Restore(ticket, number, places):
                     pages = np.zeros(self.frame_pages, np.int32)
                     for index, page in places:
@@ -138,10 +142,24 @@ class HostPages:
                     self._jobs.put(functools.partial(self._disk.remove_manifest, session_id))
         self._start_arrivals()
 
+    def _offload(self, state: DeviceState, transfer: Offload) -> None:
+        while len(self._leaving) >= MAX_LEAVING:
+            ticket, oldest = self._leaving.popleft()
+            jax.block_until_ready(oldest)
+            self._ended += [] if ticket is None else [ticket]
+        padded = np.zeros(self.frame_pages, np.int32)
+        padded[: len(transfer.pages)] = transfer.pages
+        made = self._gather(state.k_pages, state.v_pages, padded)
+        self._frames[transfer.frame] = frame = jax.device_put(made, self._on_host)
+        self._leaving.append((transfer.ticket, frame))
+
     def finish(self, state: DeviceState) -> tuple[DeviceState, list[Transferred]]:
         """Puts what has arrived into the pools. Returns the state and the transfers that have ended."""
-        done = [Transferred(ticket) for ticket in self._lost]
-        self._lost.clear()
+        while self._leaving and self._leaving[0][1].is_ready():
+            ticket, _ = self._leaving.popleft()
+            self._ended += [] if ticket is None else [ticket]
+        done = [Transferred(ticket) for ticket in self._ended]
+        self._ended.clear()
         while self._arriving and self._arriving[0].frame.is_ready():
             arrival = self._arriving.popleft()
             state = self._scatter(state, arrival.frame, arrival.pages)
@@ -161,7 +179,11 @@ class HostPages:
         """Returns when `finish` has something to do, or after that time."""
         limit_s = time.monotonic() + timeout_s
         while time.monotonic() < limit_s:
-            if self._lost or not self._read.empty() or (self._arriving and self._arriving[0].frame.is_ready()):
+            if self._ended or not self._read.empty():
+                return
+            if self._arriving and self._arriving[0].frame.is_ready():
+                return
+            if self._leaving and self._leaving[0][1].is_ready():
                 return
             time.sleep(POLL_S)
 
@@ -170,7 +192,9 @@ class HostPages:
 
         What is being read from disk still comes.
         """
-        self._lost += self._num_left
+        self._ended += self._num_left
+        self._ended += (ticket for ticket, _ in self._leaving if ticket is not None)
+        self._leaving.clear()
         self._num_left.clear()
         self._waiting.clear()
         self._arriving.clear()

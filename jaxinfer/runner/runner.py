@@ -61,10 +61,9 @@ class ModelRunner:
         programs: Programs,
         progress: Progress,
         *,
-        num_frames: int = 0,
         disk: DiskPages | None = None,
     ):
-        """Warms up: every program runs. The state is zeros. num_frames, disk: what is behind the device's pools."""
+        """Warms up: every program runs. The state is zeros. disk: what is behind the host tier."""
         self._builder = builder
         self._params = params
         self._programs = programs
@@ -77,10 +76,10 @@ class ModelRunner:
         self._tier: HostPages | None = None
         self.restore_ms = 0.0
         """What it takes to copy a frame from the host to the device."""
-        if num_frames:
+        if builder.frame_pages:
             progress("warming up the host tier", 0, 1)
             self._tier = HostPages(programs.gather_frame, programs.scatter_frame, builder.abstract_frame, disk)
-            self._state, self.restore_ms = self._tier.warm_up(self._state, num_frames)
+            self._state, self.restore_ms = self._tier.warm_up(self._state)
         self.times_ms = self._warm_up(progress)
         """Of each bucket, full of padding: the median of the runs that replayed its graph, in ms."""
 

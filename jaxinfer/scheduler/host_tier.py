@@ -19,7 +19,6 @@ class HostTier:
         self.num_frames = num_frames
         self.frame_pages = frame_pages
         self.num_pages_used = 0
-        self.num_reserved = 0  # frames whose memory serves something else
         self._free = list(range(num_frames - 1, -1, -1))
         self._used: OrderedDict[int, Frame] = OrderedDict()  # used last at the end
 
@@ -30,12 +29,7 @@ class HostTier:
     @property
     def has_free(self) -> bool:
         """Whether a frame can be filled now."""
-        return self.num_free > self.num_reserved
-
-    @property
-    def num_free(self) -> int:
-        """Frames that are not filled."""
-        return len(self._free)
+        return bool(self._free)
 
     def oldest(self) -> Frame | None:
         """The frame to be given up next; None if all are locked, or there are none."""
@@ -44,7 +38,7 @@ class HostTier:
     def take(self) -> Frame:
         """A free frame, with no page in it yet."""
         if not self.has_free:
-            raise PageError(f"a frame was asked for, but {len(self._free)} are free and {self.num_reserved} reserved")
+            raise PageError(f"a frame was asked for, but all {self.num_frames} are filled")
         frame = Frame(self._free.pop())
         self._used[frame.number] = frame
         return frame
@@ -78,8 +72,8 @@ class HostTier:
     def check_integrity(self, nodes: list[Node]) -> None:
         """Raises PageError unless the frames hold just these nodes."""
         numbers = sorted([*self._free, *self._used])
-        if numbers != list(range(self.num_frames)) or len(self._free) < self.num_reserved:
-            raise PageError(f"frames {numbers} are free or used, {self.num_reserved} reserved; each must be there once")
+        if numbers != list(range(self.num_frames)):
+            raise PageError(f"frames {numbers} are free or used; each must be there once")
         found = {id(node) for frame in self._used.values() for node in frame.nodes if node is not None}
         if found != {id(node) for node in nodes} or len(nodes) != self.num_pages_used:
             raise PageError(f"{len(found)} nodes are in frames, {len(nodes)} say so, {self.num_pages_used} are counted")

@@ -42,7 +42,7 @@ class KvCache:
     @property
     def has_work(self) -> bool:
         """Whether a transfer waits to be planned, or its end to be told."""
-        return self.tiers.has_work or self.prefix.is_restoring or self.sessions.has_work
+        return self.tiers.has_work or self.prefix.has_work or self.sessions.has_work
 
     @property
     def num_free(self) -> int:
@@ -57,6 +57,7 @@ class KvCache:
     def take_transfers(self) -> list[Transfer]:
         """What has to be done before the rows of the plan that is being made, in this order."""
         self.sessions.go_on()
+        self.prefix.copy_early()
         transfers, self.tiers.transfers = self.tiers.transfers, []
         return transfers
 

@@ -107,6 +107,7 @@ class Offload(NamedTuple):
 
     frame: int
     pages: Sequence[int]
+    ticket: int | None = None  # tells the end, if somebody wants to know
 
 
 class Restore(NamedTuple):

@@ -24,7 +24,7 @@ second rule holds for the pinned and for the others alike, and what is not pinne
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from itertools import chain, islice
 from typing import NamedTuple
@@ -46,6 +46,10 @@ class Hit(NamedTuple):
     tail: Node | None = None  # on the host, with the tokens behind those: for a page of the sequence alone
     fetched: Sequence[Node] = ()  # full ones behind all that, of which at least the first is on disk alone
 
+
+EARLY_SHARE = 4
+"""Of the pool, the part that should be empty or copied to the host already: what can be had without waiting for a copy.
+A restore of 16,384 tokens took 130 ms where as much had to leave the device first, 2.4 GB each way (H200)."""
 
 MISS = Hit(0, (), None, 0)
 
@@ -72,11 +76,18 @@ class PrefixCache:
         self._unheld: OrderedDict[int, None] = OrderedDict()  # pages of nodes that none holds, last used last
         self._unheld_pinned: OrderedDict[int, None] = OrderedDict()  # likewise, of those that sessions pin
         self._arriving: dict[int, tuple[list[Node], list[int]]] = {}  # by ticket: nodes, and the pages that it holds
+        self._to_copy: deque[Node] = deque()  # in the order in which they were let go, some of them held again
+        self._copying: int | None = None  # ticket of the early copy under way
 
     @property
-    def is_restoring(self) -> bool:
-        """Whether pages are on their way from the host."""
-        return bool(self._arriving)
+    def has_work(self) -> bool:
+        """Whether pages are on their way from the host, or to be copied there early."""
+        return bool(self._arriving) or self._copying is not None or self._wants_copy
+
+    @property
+    def _wants_copy(self) -> bool:
+        num_clean = self.pool.num_free - len(self._to_copy)
+        return bool(self._to_copy) and num_clean < self.pool.num_pages // EARLY_SHARE
 
     def match(self, salt: str, tokens: Sequence[int], step: int) -> Hit:
         """The longest beginning of `tokens` that the cache has for a sequence admitted in plan `step`.
@@ -197,6 +208,23 @@ class PrefixCache:
             other.pop(node.page, None)
             order[node.page] = None
             order.move_to_end(node.page)
+            if self._tiers.host.num_frames and not (node.frame or node.on_disk or node.is_queued):
+                node.is_queued = True
+                self._to_copy.append(node)
+
+    def copy_early(self) -> None:
+        """Copies a frame of what would be evicted first to the host, if too few pages can be had without a copy."""
+        if not self._wants_copy or self._copying is not None or self._arriving:
+            return
+        nodes: list[Node] = []
+        while self._to_copy and len(nodes) < self._tiers.host.frame_pages:
+            node = self._to_copy.popleft()
+            node.is_queued = False
+            if node.page and not self.pool.is_held(node.page) and not node.frame and not node.on_disk:
+                nodes.append(node)
+        if nodes and (frame := self._tiers.make_frame()):
+            self._copying = self._tiers.ticket()
+            self._tiers.offload(nodes, frame, self._copying)
 
     def _evict(self) -> None:
         """Empties the page used least recently; with a host tier, a frame of them, copied there first."""
@@ -224,7 +252,9 @@ class PrefixCache:
                 self._let_go(node)
 
     def transferred(self, done: Transferred) -> None:
-        """Pages have arrived; other transfers do not concern it."""
+        """Pages have arrived, or were copied early; other transfers do not concern it."""
+        if done.ticket == self._copying:
+            self._copying = None
         if done.ticket not in self._arriving:
             return
         nodes, pages = self._arriving.pop(done.ticket)
@@ -248,6 +278,7 @@ class PrefixCache:
         self._tiers.lose_host()
         for node in self._tree.nodes():
             self._tiers.remove_if_lost(node)
+        self._to_copy.clear()
         self._nodes.clear()
         self._unheld.clear()
         self._unheld_pinned.clear()

@@ -24,15 +24,14 @@ from __future__ import annotations
 
 import bisect
 from collections import deque
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from jaxinfer.config import ConfigError, SchedulerLimits
 from jaxinfer.scheduler import report
+from jaxinfer.scheduler.admission import Admission
 from jaxinfer.scheduler.kv_cache import KvCache
-from jaxinfer.scheduler.plan import CachedPrefix, DecodeRow, PrefillChunk, StepPlan, StepResult, Transferred
-from jaxinfer.scheduler.prefix import MISS, Hit
-from jaxinfer.scheduler.queue import WaitingQueue, is_overtaken, order_key
+from jaxinfer.scheduler.plan import CachedPrefix, DecodeRow, LongChunk, PrefillChunk, StepPlan, StepResult, Transferred
+from jaxinfer.scheduler.queue import order_key
 from jaxinfer.scheduler.sequence import Sequence
 from jaxinfer.types import InvalidRequest, QueueFull, Request, TokenEvent
 
@@ -40,8 +39,6 @@ MAX_IN_FLIGHT = 2
 """Plans whose results are not read yet: the step that runs and the one queued behind it."""
 WAITING_SHARE = 4
 """Decoding sequences for each one that waits, below which prompts are computed as fast as streams may bear."""
-MAX_REFUSED = 8
-"""Sequences that wait on, having been looked at, before no more are looked at for a plan."""
 
 
 class _Flight(NamedTuple):
@@ -65,34 +62,39 @@ class Scheduler:
             raise ConfigError(f"max_step_tokens is {limits.max_step_tokens}; it must be at least 1")
         self.limits = limits
         self.cache = cache or KvCache(limits)
-        self.prompt_tokens = 0  # of admitted requests, each counted once
-        self.cached_prompt_tokens = 0  # of these, in the cache already
         self.generation_tokens = 0  # read from the device and told to clients
         self.num_preemptions = 0
         self.num_steps = 0  # planned so far; the next plan's number
         self._sequences: dict[str, Sequence] = {}  # by request id; running and waiting
         self._running: list[Sequence] = []  # in the order of `order_key`: the last is the first to give way
         self._prefilling: Sequence | None = None  # of these, the only one that may be in the middle of its prompt
-        self._restoring: list[Sequence] = []  # admitted, and waiting for pages to arrive
-        self._ready: deque[Sequence] = deque()  # admitted, their pages have arrived, and they have no chunk yet
-        self._waiting = WaitingQueue()
-        self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))  # a stack: slot 0 is given out first
+        self._admission = Admission(limits, self.cache)
         self._in_flight: deque[_Flight] = deque()
         self._num_arrived = 0
 
     @property
     def num_running(self) -> int:
         """Those that wait for pages to arrive included."""
-        return len(self._running) + len(self._ready) + len(self._restoring)
+        return len(self._running) + len(self._admission)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Of admitted requests, each counted once."""
+        return self._admission.prompt_tokens
+
+    @property
+    def cached_prompt_tokens(self) -> int:
+        """Of these, in the cache already."""
+        return self._admission.cached_prompt_tokens
 
     @property
     def num_restoring(self) -> int:
         """Admitted sequences that wait for pages to arrive."""
-        return len(self._restoring)
+        return len(self._admission.restoring)
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._admission.waiting)
 
     @property
     def num_in_flight(self) -> int:
@@ -111,13 +113,13 @@ class Scheduler:
             raise InvalidRequest(
                 f"a request with id {request.request_id!r} is unfinished; ids must differ", param="request_id"
             )
-        seq = Sequence(request, limits.max_model_len, self._num_arrived)
+        seq = Sequence(request, limits, self._num_arrived)
         seq.check_fits(limits)
-        if len(self._waiting) >= limits.max_waiting:
-            raise QueueFull(f"{len(self._waiting)} requests wait already; the limit is {limits.max_waiting}")
+        if len(self._admission.waiting) >= limits.max_waiting:
+            raise QueueFull(f"{len(self._admission.waiting)} requests wait already; the limit is {limits.max_waiting}")
         self._num_arrived += 1
         self._sequences[request.request_id] = seq
-        self._waiting.add(seq)
+        self._admission.waiting.add(seq)
 
     def abort(self, request_id: str) -> TokenEvent | None:
         """Ends a request now and frees what it holds. None, and nothing happens, if it is unknown or has finished."""
@@ -134,7 +136,7 @@ class Scheduler:
         Sequences that run go on, and leave nothing of what they have computed so far; those whose pages were to arrive
         wait again.
         """
-        for seq in (*self._restoring, *self._ready):
+        for seq in tuple(self._admission):
             self._preempt(seq)
         self.cache.prefix.clear()
         for seq in self._running:
@@ -147,7 +149,7 @@ class Scheduler:
         """
         self._drop_plans()
         events: list[TokenEvent] = []
-        for seq in (*self._running, *(self._waiting if waiting_too else ())):
+        for seq in (*self._running, *(self._admission.waiting if waiting_too else ())):
             events.append(seq.fail(reason))
             self._remove(seq)
         return events
@@ -184,7 +186,7 @@ class Scheduler:
     def describe(self) -> str:
         """What it holds, in some lines for a log."""
         return report.describe(
-            self.cache.pool, self._running, self._waiting, {f.step: f.samplers for f in self._in_flight}
+            self.cache.pool, self._running, self._admission.waiting, {f.step: f.samplers for f in self._in_flight}
         )
 
     def next_plan(self) -> StepPlan | None:
@@ -200,10 +202,11 @@ class Scheduler:
         decodes = self._plan_decodes(samplers)
         prefixes: list[CachedPrefix] = []
         prefills = self._plan_prefills(decodes, samplers, prefixes)
+        long = None if decodes or prefills else self._plan_long(samplers)
         transfers = self.cache.take_transfers()
-        if not (decodes or prefills or prefixes or transfers):
+        if not (decodes or prefills or prefixes or transfers or long):
             return None
-        plan = StepPlan(self.num_steps, decodes, prefills, prefixes, transfers)
+        plan = StepPlan(self.num_steps, decodes, prefills, prefixes, transfers, long)
         if plan.num_rows:
             self._in_flight.append(_Flight(self.num_steps, samplers))
         self.num_steps += 1
@@ -212,13 +215,7 @@ class Scheduler:
     def transferred(self, done: Transferred) -> None:
         """Takes in the end of a transfer between the tiers."""
         self.cache.transferred(done)
-        for seq in tuple(self._restoring):
-            seq.tickets.discard(done.ticket)
-            if not seq.tickets:
-                self._restoring.remove(seq)
-                self._ready.append(seq)
-        for seq in self._waiting:
-            seq.fetching.discard(done.ticket)
+        self._admission.transferred(done)
 
     def apply(self, result: StepResult) -> list[TokenEvent]:
         """Takes in what a step sampled: one event for every sequence that got a token and had not ended before.
@@ -245,30 +242,27 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Raises PageError or RuntimeError unless pages, slots, queues and planned counts agree. O(pages + tokens)."""
-        admitted = [*self._running, *self._restoring, *self._ready]
+        admitted = [*self._running, *self._admission]
         self.cache.check_integrity((seq.request.cache_salt, seq.known_in_cache(), seq.pages) for seq in admitted)
         held = [seq.slot for seq in admitted]
-        if sorted([*self._free_slots, *(-1 if slot is None else slot for slot in held)]) != list(
+        if sorted([*self._admission.free_slots, *(-1 if slot is None else slot for slot in held)]) != list(
             range(self.limits.max_num_seqs)
         ):
-            raise RuntimeError(f"slots {held} are held and {self._free_slots} free; each must be there once")
-        if {id(seq) for seq in self._sequences.values()} != {id(seq) for seq in (*admitted, *self._waiting)}:
+            raise RuntimeError(f"slots {held} are held and {self._admission.free_slots} free; each must be there once")
+        if {id(seq) for seq in self._sequences.values()} != {id(seq) for seq in (*admitted, *self._admission.waiting)}:
             raise RuntimeError("the sequences by id are not those that run or wait")
-        for order in (self._running, list(self._waiting)):
+        for order in (self._running, list(self._admission.waiting)):
             if order != sorted(order, key=order_key):
                 raise RuntimeError(f"sequences {[seq.request_id for seq in order]} are not in order")
         for seq in self._sequences.values():
             rows = sum(other is seq for flight in self._in_flight for other in flight.samplers.values())
-            seq.check_integrity(rows, self.limits.page_size)
+            seq.check_integrity(rows)
         for seq in self._running:
             if seq.num_computed < seq.prefill_end and seq is not self._prefilling:
                 raise RuntimeError(f"{seq.request_id!r} is in prefill, and is not the one whose turn it is")
         for seq in admitted:
-            if bool(seq.tickets) != (seq in self._restoring):
+            if bool(seq.tickets) != (seq in self._admission.restoring):
                 raise RuntimeError(f"{seq.request_id!r} waits for transfers {seq.tickets}, and is in another list")
-
-    def _num_pages(self, num_positions: int) -> int:
-        return -(-num_positions // self.limits.page_size)
 
     def _plan_decodes(self, samplers: dict[int, Sequence]) -> list[DecodeRow]:
         """A row for every running sequence that has its prompt behind it and its length limit ahead."""
@@ -276,7 +270,7 @@ class Scheduler:
         rows: list[DecodeRow] = []
         # In this order, so that a preempted sequence, always the last, has no row in this plan yet.
         for seq in tuple(self._running):
-            if not seq.prefill_end <= seq.num_computed < seq.max_computed:
+            if not seq.prefill_end <= seq.num_computed < min(seq.max_computed, seq.num_device):
                 continue
             slot = seq.slot
             if slot is None:
@@ -290,6 +284,17 @@ class Scheduler:
             samplers[slot] = seq
         return rows
 
+    def _plan_long(self, samplers: dict[int, Sequence]) -> LongChunk | None:
+        """The next tokens of a sequence whose pages are full: it runs alone."""
+        seq = self._running[0] if self._running else None
+        if seq is None or not seq.num_device <= seq.num_computed < seq.max_computed:
+            return None
+        chunk = seq.take_long(self.limits.long_chunk)
+        if chunk.samples:
+            samplers[chunk.slot] = seq
+        self._prefilling = seq if seq.num_computed < seq.prefill_end else None
+        return chunk
+
     def _take_page(self, seq: Sequence) -> int | None:
         """A page for a decode row of `seq`. None: there was none, and `seq` itself was the last and gave way.
 
@@ -297,7 +302,8 @@ class Scheduler:
         to arrive any more: so the first always advances, and every sequence becomes the first in the end.
         """
         while not self.cache.pool.num_free:
-            last = self._ready[-1] if self._ready else self._running[-1]
+            ready = self._admission.ready
+            last = ready[-1] if ready else self._running[-1]
             self._preempt(last)
             if last is seq:
                 return None
@@ -306,7 +312,7 @@ class Scheduler:
     def _preempt(self, seq: Sequence) -> None:
         """Sends an admitted sequence back to its place in the queue. The cache keeps its pages while it can."""
         self._release(seq)
-        self._waiting.add(seq)
+        self._admission.waiting.add(seq)
         self.num_preemptions += 1
 
     def _plan_prefills(
@@ -319,20 +325,24 @@ class Scheduler:
         limits, num_decodes = self.limits, len(decodes)
         chunks: list[PrefillChunk] = []
         seq = self._prefilling
-        num_waiting = len(self._waiting) + len(self._ready) + (seq is not None)
+        if seq is not None and seq.num_computed >= seq.num_device:
+            return chunks  # it has steps of its own
+        num_waiting = len(self._admission.waiting) + len(self._admission.ready) + (seq is not None)
         limit = self._mixed_limit(num_decodes, num_waiting) if num_decodes else limits.max_step_tokens
         num_left = limit - num_decodes
         if seq is None:
             seq = self._admit(prefixes)
         # There is a token left for it: it has no decode row, so there are fewer of these than max_mixed_tokens.
         while seq is not None:
+            if seq.num_computed >= seq.num_device:
+                break
             if seq.has_last_token_only:
-                decodes.append(seq.take_last_token(limits.page_size))
+                decodes.append(seq.take_last_token())
                 samplers[decodes[-1].slot] = seq
                 num_left -= 1
                 seq = self._admit(prefixes) if num_left else None
                 continue
-            chunk = seq.take_chunk(num_left, self.limits.page_size)
+            chunk = seq.take_chunk(num_left)
             chunks.append(chunk)
             if chunk.samples:
                 samplers[chunk.slot] = seq
@@ -357,113 +367,24 @@ class Scheduler:
         return min(max(limits.calm_mixed_tokens, 2 * num_decodes), limits.max_mixed_tokens)
 
     def _admit(self, prefixes: list[CachedPrefix]) -> Sequence | None:
-        """Gives slots and pages to sequences that wait, until one can run; returns that one, or None.
-
-        Adds to `prefixes` what of them is in the cache. If nothing runs and nothing is to arrive, every page is free
-        and nothing is kept for others, so the first of the queue is admitted.
-        """
-        if self._ready:
-            return self._run(self._ready.popleft())
-        num_refused = 0
-        for seq in self._waiting.first(len(self._free_slots) + MAX_REFUSED):
-            if not self._free_slots or num_refused == MAX_REFUSED:
-                break
-            if (hit := self._admits(seq)) is None:
-                if is_overtaken(seq) or seq.was_admitted:
-                    break  # one that was preempted is not passed: its pages would go to the others
-                num_refused += 1
-                continue
-            self._give(seq, hit, prefixes)
-            if not seq.tickets:
-                return self._run(seq)
-            self._restoring.append(seq)
-        return None
-
-    def _run(self, seq: Sequence) -> Sequence:
-        bisect.insort(self._running, seq, key=order_key)
+        """A sequence that now runs, if there is one and room for it."""
+        num_held = self.num_running
+        per_step = min(self.limits.max_step_tokens, self._mixed_limit(num_held, 0) - num_held)
+        seq = self._admission.next(self._running, per_step, self.num_steps, prefixes)
+        if seq is not None:
+            bisect.insort(self._running, seq, key=order_key)
         return seq
-
-    def _admits(self, seq: Sequence) -> Hit | None:
-        """What the cache has for a sequence that waits; None if there is no room for it now."""
-        if seq.num_in_flight or seq.fetching:
-            return None
-        # To match 100,000 tokens takes milliseconds: not in every step in which nothing has changed for the better.
-        now, before = self.cache.state, seq.refused
-        if self.limits.prefix_caching and before is not None and before[0] >= now[0] and before[1:] == now[1:]:
-            return None
-        known, hit = len(seq.tokens), self._find(seq)
-        if hit.fetched and not seq.was_fetched:
-            seq.was_fetched = True
-            seq.fetching = self.cache.fetch(hit.fetched)
-            if seq.fetching:
-                return None
-            hit = self._find(seq)  # to make room for what is not fetched may have cost some of it
-        with_first_decode = self._num_pages(min(known + 1, seq.max_computed))
-        num_spare = self.cache.pool.num_free - hit.num_unheld - (with_first_decode - len(hit.pages))
-        if num_spare < 0 or num_spare < self._num_pages_until_decode(known - hit.num_tokens):
-            seq.refused = now
-            return None
-        return hit
-
-    def _find(self, seq: Sequence) -> Hit:
-        """What the cache has of its known tokens but the last: that one is computed, as a token is sampled from it."""
-        if not self.limits.prefix_caching or seq.is_suspect:
-            return MISS
-        return self.cache.find(seq.request.cache_salt, seq.tokens[:-1], self.num_steps)
-
-    def _give(self, seq: Sequence, hit: Hit, prefixes: list[CachedPrefix]) -> None:
-        """Gives a sequence a slot and the pages of its known tokens."""
-        self._waiting.admit(seq)
-        if not seq.was_admitted:
-            self.prompt_tokens += seq.prompt_len
-            self.cached_prompt_tokens += hit.num_tokens
-        slot = self._free_slots.pop()
-        grant = self.cache.take(hit, self._num_pages(len(seq.tokens)) - len(hit.pages))
-        seq.admit(slot, grant.pages, hit.num_tokens, grant.tickets)
-        if hit.num_tokens:
-            last = seq.last_token() if seq.has_last_token_only else None
-            prefixes.append(CachedPrefix(slot, grant.pages[: self._num_pages(hit.num_tokens)], hit.source, last))
-
-    def _num_pages_until_decode(self, num_tokens: int) -> int:
-        """Most pages that the running sequences take before a newcomer has computed its `num_tokens` and decodes.
-
-        With these kept free, no admission is undone before it gave a token and had a decode row. Keeping fewer would
-        compute prompts for nothing; keeping a page for each running sequence would leave memory idle, since only one in
-        `page_size` takes a page in a step. The first chunk has at least 1 token, later ones what the decode rows leave;
-        nobody else is admitted before the prompt is done. Sequences that end meanwhile only free pages.
-        """
-        num_running = self.num_running
-        per_step = min(self.limits.max_step_tokens, self._mixed_limit(num_running, 0) - num_running)
-        num_steps = -(-(num_tokens - 1) // per_step) + 1
-        page_size, total = self.limits.page_size, 0
-        for seq in self._admitted():
-            end = min(max(seq.num_computed, seq.prefill_end) + num_steps, seq.max_computed)
-            total += -(-end // page_size) - len(seq.pages)
-        return total
-
-    def _admitted(self) -> Iterator[Sequence]:
-        yield from self._running
-        yield from self._ready
-        yield from self._restoring
 
     def _release(self, seq: Sequence) -> list[int]:
         """Frees slot and pages of an admitted sequence; safe while steps that use them are in flight (see the top).
 
         Returns the tokens that it leaves to the cache.
         """
-        assert seq.slot is not None
-        tokens = seq.known_in_cache()
-        for waits in (self._restoring, self._ready):
-            if seq in waits:
-                waits.remove(seq)
-                # It has computed nothing: of what it was given, the full pages are the cache's anyway.
-                tokens = tokens[: len(tokens) // self.limits.page_size * self.limits.page_size]
-                break
-        else:
+        tokens = self._admission.take_back(seq)
+        if seq in self._running:
             self._running.remove(seq)
         if seq is self._prefilling:
             self._prefilling = None
-        self._free_slots.append(seq.slot)
         if not (self.limits.prefix_caching and seq.is_cacheable):
             tokens = []
         self.cache.prefix.release(seq.request.cache_salt, tokens, seq.release(), self.num_steps - 1)
@@ -473,7 +394,7 @@ class Scheduler:
         """Forgets a sequence that has ended, be it running or waiting."""
         del self._sequences[seq.request_id]
         if seq.slot is None:
-            self._waiting.remove(seq)
+            self._admission.waiting.remove(seq)
             return
         tokens = self._release(seq)
         if seq.request.session_id and tokens:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jaxinfer.config import SchedulerLimits
-from jaxinfer.scheduler.plan import DecodeRow, LastToken, PrefillChunk
+from jaxinfer.scheduler.plan import DecodeRow, LastToken, LongChunk, PrefillChunk
 from jaxinfer.types import FinishReason, InvalidRequest, Request, TokenEvent, TokenLogprobs
 
 
@@ -32,9 +32,11 @@ class Sequence:
         "min_len",
         "num_cached",
         "num_computed",
+        "num_device",
         "num_in_flight",
         "num_logprobs",
         "num_overtaken",
+        "page_size",
         "pages",
         "prefill_end",
         "prefix_len",
@@ -50,8 +52,8 @@ class Sequence:
         "was_fetched",
     )
 
-    def __init__(self, request: Request, max_model_len: int, arrival: int):
-        """`max_model_len`: tokens, prompt and output together. `arrival`: the higher, the later it came."""
+    def __init__(self, request: Request, limits: SchedulerLimits, arrival: int):
+        """`arrival`: the higher, the later it came."""
         self.request = request
         self.arrival = arrival
         self.request_id = request.request_id
@@ -59,9 +61,12 @@ class Sequence:
         self.is_plain = request.is_plain
         self.tokens = list(request.prompt_ids)
         self.prompt_len = len(self.tokens)  # tokens
-        self.max_output = min(request.max_tokens, max_model_len - self.prompt_len)  # tokens
+        self.max_output = min(request.max_tokens, limits.max_model_len - self.prompt_len)  # tokens
         # Positions that are ever computed: the last output token is sampled, but nothing follows from it.
         self.max_computed = self.prompt_len + self.max_output - 1
+        self.page_size = limits.page_size
+        # Positions from here on are not in pages, since the pool has no more. Only one that is alone reaches it.
+        self.num_device = limits.num_pages * limits.page_size
         self.min_len = self.prompt_len + request.min_tokens  # a stop id ends the output from the token after these
         self.stop_ids = frozenset(request.stop_ids)
         self.slot: int | None = None  # None: waiting or finished
@@ -97,14 +102,26 @@ class Sequence:
                 param="prompt",
                 code="context_length_exceeded",
             )
-        num_pages = -(-self.max_computed // limits.page_size)
-        if num_pages > limits.num_pages:
+        if self.max_computed > self.num_device + limits.long_tokens:
+            behind = (
+                f", and the host's memory holds {limits.long_tokens} tokens behind them" if limits.long_tokens else ""
+            )
             raise InvalidRequest(
-                f"{prompt_len} tokens of prompt and {self.max_output} of output need {num_pages} pages "
-                f"of {limits.page_size} tokens; the cache has {limits.num_pages}",
+                f"{prompt_len} tokens of prompt and {self.max_output} of output need "
+                f"{-(-self.max_computed // limits.page_size)} pages of {limits.page_size} tokens; the cache has "
+                f"{limits.num_pages}{behind}",
                 param="max_tokens",
                 code="context_length_exceeded",
             )
+
+    @property
+    def is_long(self) -> bool:
+        """Whether the pool may not hold all of it, so that it needs all pages."""
+        return self.max_computed > self.num_device
+
+    def num_pages(self, num_positions: int) -> int:
+        """Pages for its first positions."""
+        return -(-min(num_positions, self.num_device) // self.page_size)
 
     def admit(self, slot: int, pages: list[int], prefix_len: int, tickets: set[int]) -> None:
         """Gives it a slot and the pages of all its known tokens, of which the first `prefix_len` are in the cache.
@@ -132,11 +149,11 @@ class Sequence:
         return pages
 
     def known_in_cache(self) -> list[int]:
-        """The known tokens whose keys and values are in the cache once every planned step has run.
+        """The known tokens whose keys and values are in pages once every planned step has run.
 
         Behind them may lie those of a token that is in flight: planned, but not known to the host.
         """
-        return self.tokens[: self.num_computed]
+        return self.tokens[: min(self.num_computed, self.num_device)]
 
     def take_decode(self, new_page: int | None) -> DecodeRow:
         """Plans one token more; `new_page` holds its position if no page of the sequence does."""
@@ -151,42 +168,53 @@ class Sequence:
     @property
     def has_last_token_only(self) -> bool:
         """Whether all known tokens but the last came from the cache, and that one is not planned yet."""
-        return 0 < self.prefix_len == self.num_computed == self.prefill_end - 1
+        return 0 < self.prefix_len == self.num_computed == self.prefill_end - 1 < self.num_device
 
     def last_token(self) -> LastToken:
         """For a decode row to compute it."""
         assert self.slot is not None
         return LastToken(self.slot, self.tokens[-1], self.request, self.prompt_len, tuple(self.tokens))
 
-    def take_last_token(self, page_size: int) -> DecodeRow:
+    def take_last_token(self) -> DecodeRow:
         """Plans the last known token as a decode row. The page that it begins, if it does, is its last."""
         slot, position = self.slot, self.num_computed
         assert slot is not None
         self.num_computed = position + 1
         self.num_in_flight += 1
-        new_page = None if position % page_size else self.pages[-1]
+        new_page = None if position % self.page_size else self.pages[-1]
         return DecodeRow(slot, position, new_page, self.is_plain, self.num_logprobs is not None)
 
-    def take_chunk(self, max_tokens: int, page_size: int) -> PrefillChunk:
+    def take_chunk(self, max_tokens: int) -> PrefillChunk:
         """Plans the next known tokens, `max_tokens` at most. A chunk carries the pages that its tokens begin."""
         slot, start = self.slot, self.num_computed
         assert slot is not None
-        end = min(start + max_tokens, self.prefill_end)
+        end = min(start + max_tokens, self.prefill_end, self.num_device)
         samples = end == self.prefill_end
         self.num_computed = end
         self.num_in_flight += samples
-        first_new_page = -(-start // page_size)
+        first_new_page = -(-start // self.page_size)
         return PrefillChunk(
             slot=slot,
             start=start,
             token_ids=self.tokens[start:end],
-            new_pages=self.pages[first_new_page : -(-end // page_size)],
+            new_pages=self.pages[first_new_page : -(-end // self.page_size)],
             first_new_page=first_new_page,
             samples=samples,
             request=self.request,
             prompt_len=self.prompt_len,
             history=tuple(self.tokens) if start == self.prefix_len else None,
         )
+
+    def take_long(self, max_tokens: int) -> LongChunk:
+        """Plans the next tokens that no page holds: known ones, `max_tokens` at most, or the last one sampled."""
+        slot, start = self.slot, self.num_computed
+        assert slot is not None
+        known = self.tokens[start : min(start + max_tokens, self.prefill_end)]
+        self.num_computed = start + (len(known) or 1)
+        samples = self.num_computed >= self.prefill_end
+        self.num_in_flight += samples
+        history = tuple(self.tokens) if start == self.prefix_len else None
+        return LongChunk(slot, start, known, self.num_device, samples, self.request, self.prompt_len, history)
 
     def receive(self, token: int, logprobs: TokenLogprobs | None) -> TokenEvent:
         """Takes in one sampled token and says what it did; `finished` is set when it was the last.
@@ -235,7 +263,7 @@ class Sequence:
         self.finished = True
         return TokenEvent(request_id=self.request_id, finish_reason=FinishReason.ABORT)
 
-    def check_integrity(self, num_rows: int, page_size: int) -> None:
+    def check_integrity(self, num_rows: int) -> None:
         """Raises RuntimeError unless its counts agree. num_rows: of plans in flight that sample for it."""
         name, known, in_flight = self.request_id, len(self.tokens), self.num_in_flight
         if num_rows != in_flight:
@@ -247,7 +275,7 @@ class Sequence:
                 raise RuntimeError(f"{name!r} waits, but holds pages {self.pages}")
             return
         covered = max(self.num_computed, self.prefill_end)
-        if len(self.pages) != -(-covered // page_size):
+        if len(self.pages) != self.num_pages(covered):
             raise RuntimeError(f"{name!r} holds {len(self.pages)} pages for {covered} positions")
         expected = known + in_flight - 1
         if self.num_computed != expected and not self.num_computed < self.prefill_end:

@@ -40,18 +40,12 @@ class Tiers:
             self.give_up(oldest)
         return self.host.take() if self.host.has_free else None
 
-    def reserve(self, num_frames: int) -> None:
-        """Keeps the memory of so many frames for something else; at most as many as are not locked."""
-        while self.host.num_free < num_frames and (oldest := self.host.oldest()) is not None:
-            self.give_up(oldest)
-        self.host.num_reserved = num_frames
-
-    def offload(self, nodes: Sequence[Node], frame: Frame) -> None:
+    def offload(self, nodes: Sequence[Node], frame: Frame, ticket: int | None = None) -> None:
         """Copies pages of the device to a new frame."""
         for node in nodes:
             self.host.put(frame, node)
         self.num_offloaded += len(nodes)
-        self.transfers.append(Offload(frame.number, [node.page for node in nodes]))
+        self.transfers.append(Offload(frame.number, [node.page for node in nodes], ticket))
 
     def give_up(self, frame: Frame) -> None:
         """Frees a frame. What is nowhere else goes to disk, if there is room, or is forgotten."""

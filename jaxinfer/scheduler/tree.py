@@ -28,6 +28,7 @@ class Node:
         "children",
         "frame",
         "index",
+        "is_queued",
         "key",
         "num_pins",
         "num_saves",
@@ -50,6 +51,7 @@ class Node:
         self.ticket: int | None = None  # of the transfer that brings it, while it is under way
         self.frame: Frame | None = None  # of the host; None: it is not there
         self.index = 0  # place in the frame
+        self.is_queued = False  # to be copied to the host before the device needs the room
         self.on_disk = False  # or on its way there
         self.key = ""  # name on disk; empty: not worked out, or a root
         self.num_pins = 0  # sessions that would like to find it

@@ -10,7 +10,7 @@ import pytest
 
 from checkpoints.resolve import Checkpoint, resolve
 from checkpoints.source import CheckpointError
-from jaxinfer import build
+from jaxinfer import build, kv_tiers
 from jaxinfer.config import ConfigError, EngineConfig
 from jaxinfer.runner.buckets import make_buckets
 from jaxinfer.text.requests import lower
@@ -75,7 +75,7 @@ def sized(config: EngineConfig):
     mesh = build.rules.make_mesh(1)
     shape = build._state_shape(config, model, mesh)
     builder = build.StepBuilder(model=model, shape=shape, vocab_size=model.vocab_rows, mesh=mesh, buckets=())
-    return build.size_pool(config, builder, lambda: 0)
+    return kv_tiers.size_memory(config, builder, lambda _: 0)[0]
 
 
 def checkpoint_with(**parts) -> Checkpoint:

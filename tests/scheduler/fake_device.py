@@ -19,6 +19,7 @@ from jaxinfer.scheduler.plan import (
     Delete,
     DiskPage,
     Fetch,
+    LongChunk,
     Offload,
     PrefillChunk,
     Restore,
@@ -98,6 +99,7 @@ class FakeDevice:
         self.tables: dict[int, CachedPrefix] = {}  # by slot, of those whose first chunk is still to come
         self.frames: dict[int, list[Page]] = {}
         self.disk: dict[str, tuple[DiskPage, Page]] = {}
+        self.behind: dict[int, tuple[int, int]] = {}  # position -> what cells has, of the context that outgrew the pool
         self.pending: dict[int, list[tuple[object, object]]] = {}  # by ticket: what is still to be done
 
     def _page(self, page: int) -> Page:
@@ -108,7 +110,9 @@ class FakeDevice:
         targets: list[int] = []
         for transfer in plan.transfers:
             match transfer:
-                case Offload(frame, pages):
+                case Offload(frame, pages, ticket):
+                    if ticket is not None:
+                        self.pending[ticket] = []
                     assert 1 <= len(pages) <= self.limits.frame_pages and 0 <= frame < self.limits.num_frames
                     assert len(set(pages)) == len(pages) and 0 not in pages
                     self.frames[frame] = [self._page(page) for page in pages]
@@ -141,6 +145,7 @@ class FakeDevice:
         for ticket in lost:
             del self.pending[ticket]
         self.cells.clear()
+        self.behind.clear()
         self.slots.clear()
         self.tables.clear()
         return lost
@@ -165,7 +170,7 @@ class FakeDevice:
     def run(self, plan: StepPlan) -> StepResult:
         arriving = self._begin_transfers(plan)
         asked = {row.slot for row in plan.decodes if row.logprobs}
-        asked |= {chunk.slot for chunk in plan.prefills if chunk.request.logprobs is not None}
+        asked |= {chunk.slot for chunk in plan.chunks if chunk.request.logprobs is not None}
         targets: set[int] = set()
         for prefix in plan.prefixes:
             if prefix.copied_from is not None:
@@ -185,6 +190,8 @@ class FakeDevice:
         # Decode rows last: the first of a sequence may follow pages that a chunk of this step fills.
         rows = [self._write_chunk(chunk) for chunk in plan.prefills]
         rows += [self._write_decode(row) for row in plan.decodes]
+        if plan.long is not None:
+            rows.append(self._write_long(plan.long))
         self._check_written_pages(plan)
         tokens = {}
         for slot, samples in rows:
@@ -204,7 +211,7 @@ class FakeDevice:
     def _check_written_pages(self, plan: StepPlan) -> None:
         """A page that a row writes to is nobody else's, unless they have all of it before their own tokens."""
         size = self.limits.page_size
-        starts = [(row.slot, row.position) for row in plan.decodes] + [(c.slot, c.start) for c in plan.prefills]
+        starts = [(row.slot, row.position) for row in plan.decodes] + [(c.slot, c.start) for c in plan.chunks]
         uses = [(page, i, slot, start) for slot, start in starts for i, page in enumerate(self.slots[slot].table)]
         writers = {page: slot for page, i, slot, start in uses if (i + 1) * size > start}
         for page, i, slot, start in uses:
@@ -214,9 +221,9 @@ class FakeDevice:
 
     def _read(self, state: SlotState) -> list[int]:
         """All tokens of a slot, each computed from just those before it."""
-        size, context, expected = self.limits.page_size, [], hash(state.request.cache_salt)
+        context, expected = [], hash(state.request.cache_salt)
         for position in range(state.num_written):
-            token, found = self.cells[state.table[position // size], position % size]
+            token, found = self._cell(state, position)
             expected = hash((expected, token))
             assert found == expected, f"position {position} of {state.request.request_id} is of another context"
             context.append(token)
@@ -226,14 +233,41 @@ class FakeDevice:
     def _write(self, state: SlotState, position: int, token: int) -> None:
         assert position == state.num_written, f"position {position} written after {state.num_written} others"
         size = self.limits.page_size
-        page = state.table[position // size]
-        assert 1 <= page <= self.limits.num_pages
-        if position:
-            _, before = self.cells[state.table[(position - 1) // size], (position - 1) % size]
+        before = self._cell(state, position - 1)[1] if position else hash(state.request.cache_salt)
+        cell = token, hash((before, token))
+        if position < self.limits.num_pages * size:
+            page = state.table[position // size]
+            assert 1 <= page <= self.limits.num_pages
+            self.cells[page, position % size] = cell
         else:
-            before = hash(state.request.cache_salt)
-        self.cells[page, position % size] = token, hash((before, token))
+            assert position < self.limits.num_pages * size + self.limits.long_tokens
+            self.behind[position] = cell
         state.num_written += 1
+
+    def _cell(self, state: SlotState, position: int) -> tuple[int, int]:
+        size = self.limits.page_size
+        if position >= self.limits.num_pages * size:
+            return self.behind[position]
+        return self.cells[state.table[position // size], position % size]
+
+    def _write_long(self, chunk: LongChunk) -> tuple[int, bool]:
+        if chunk.history is not None:
+            prefix = self.tables.pop(chunk.slot)
+            assert chunk.start == len(prefix.pages) * self.limits.page_size
+            history = list(chunk.history)
+            self.slots[chunk.slot] = SlotState(chunk.request, chunk.prompt_len, history, [*prefix.pages])
+            self.slots[chunk.slot].num_written = chunk.start
+        state = self.slots[chunk.slot]
+        assert chunk.num_device_tokens == self.limits.num_pages * self.limits.page_size <= chunk.start
+        assert chunk.num_tokens <= self.limits.long_chunk
+        known = list(chunk.token_ids)
+        assert known == state.history[chunk.start : chunk.start + len(known)] and (
+            known or state.last_token is not None
+        )
+        for i, token in enumerate(known or [state.last_token or 0]):
+            self._write(state, chunk.start + i, token)
+        assert chunk.samples == (state.num_written == len(state.history))
+        return chunk.slot, chunk.samples
 
     def _write_decode(self, row: DecodeRow) -> tuple[int, bool]:
         state = self.slots[row.slot]
@@ -300,10 +334,12 @@ class Harness:
             fresh = {prefix.slot for prefix in plan.prefixes}
             decoding = ({row.slot for row in plan.decodes} & self.begun) - fresh
             limit = self.limits.max_mixed_tokens if decoding else self.limits.max_step_tokens
-            assert plan.num_tokens <= max(limit, len(plan.decodes)), f"step {plan.step} is over its token limit"
+            limit = self.limits.long_chunk if plan.long else max(limit, len(plan.decodes))
+            assert plan.num_tokens <= limit, f"step {plan.step} is over its token limit"
             self.begun -= fresh
-            self.begun |= {row.slot for row in (*plan.decodes, *plan.prefills)}
-            slots = [row.slot for row in (*plan.decodes, *plan.prefills)]
+            self.begun |= {row.slot for row in (*plan.decodes, *plan.chunks)}
+            assert plan.long is None or not (plan.decodes or plan.prefills)
+            slots = [row.slot for row in (*plan.decodes, *plan.chunks)]
             assert len(slots) == len(set(slots)) and set(slots) <= set(range(self.limits.max_num_seqs))
             assert plan.step == len(self.plans)
             self.plans.append(plan)

@@ -34,6 +34,8 @@ def random_limits(rng: random.Random) -> dict[str, int | None]:
             "restore_ms": rng.choice([0.0, 3.0]),
             "compute_ms": rng.choice([0.0, 1.0, 9.0]),
             "num_disk_pages": rng.choice([0, 0, 4, 50]),
+            "long_tokens": rng.choice([0, 0, 9, 40]),
+            "long_chunk": rng.choice([1, 5]),
         }
     return limits
 
@@ -115,7 +117,9 @@ def test_the_random_walks_use_all_tiers():
     for seed in range(40):
         rng = random.Random(seed)
         harness = Harness(seed=seed, damaged_share=0.2, num_pages=12, num_frames=4, frame_pages=2, compute_ms=1.0)
-        limits = dataclasses.replace(harness.limits, prefix_caching=True, num_disk_pages=40)
+        limits = dataclasses.replace(
+            harness.limits, prefix_caching=True, num_disk_pages=40, long_tokens=9, long_chunk=4
+        )
         harness = Harness(seed=seed, damaged_share=0.2, **dataclasses.asdict(limits))
         for i in range(60):
             submit_random(harness, str(i), rng)
@@ -123,7 +127,10 @@ def test_the_random_walks_use_all_tiers():
             kinds["restoring"] += harness.scheduler.num_restoring
         harness.drain()
         kinds.update(type(transfer).__name__ for plan in harness.plans for transfer in plan.transfers)
-    assert min(kinds[name] for name in ("Offload", "Restore", "Save", "Fetch", "Delete", "restoring")) > 20, kinds
+        kinds["long"] += sum(plan.long is not None for plan in harness.plans)
+    assert min(kinds[name] for name in ("Offload", "Restore", "Save", "Fetch", "Delete", "restoring", "long")) > 20, (
+        kinds
+    )
 
 
 class Client(RuleBasedStateMachine):
