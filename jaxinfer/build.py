@@ -145,8 +145,8 @@ def _load_and_compile(
 ) -> Built:
     """The builder with its pool and tiers sized, the runner, and the disk tier's files.
 
-    Weights are loaded, and host memory is taken, while programs are compiled or fetched: these need only the shapes of
-    the weights. Tracing stays on this thread, which has the caller's contexts of JAX.
+    Weights are loaded while programs are compiled or fetched: these need only the shapes of the weights. Tracing stays
+    on this thread, which has the caller's contexts of JAX.
     """
     model, dtype = builder.model, builder.shape.dtype
     shardings = rules.shardings(model.specs, builder.mesh)
@@ -166,10 +166,11 @@ def _load_and_compile(
 
         sized, tiers = size_memory(config, builder, temp_bytes)
         disk = open_disk(config, checkpoint, sized)
-        with Background(lambda _: take_memory(sized.abstract_frame, tiers.num_frames)) as taking:
-            programs = compile_programs(sized, params, executables, progress, loading.check)
-            taking.result()
+        programs = compile_programs(sized, params, executables, progress, loading.check)
         loaded = loading.result()
+    if tiers.num_frames:
+        progress(f"warming up {tiers.frame_bytes / 2**30:.0f} GiB of host memory", 0, 1)
+        take_memory(sized.abstract_frame, tiers.num_frames)
     try:
         runner = ModelRunner(sized, loaded, programs, progress, disk=disk)
     except jax.errors.JaxRuntimeError as error:

@@ -22,6 +22,7 @@ MAX_FILLERS = 2000
 """Prompts after which the device pool should be full."""
 SETTLE_POLL_S = 0.1
 HOST_PAGES = "jaxinfer:kv_host_pages"
+GENERATED = "jaxinfer:generation_tokens_total"
 RESTORED, OFFLOADED = "jaxinfer:kv_restored_pages_total", "jaxinfer:kv_offloaded_pages_total"
 ALLOWED = 1.4
 """Times that the bare copy of its bytes takes: what a restore may take."""
@@ -201,17 +202,15 @@ async def restore(client: Client, length: int, repeats: int, copy: Copy) -> dict
 
 
 class Window(NamedTuple):
-    """A stretch of a run, in seconds of the monotonic clock, and the requests beside the streams."""
+    """A stretch of a run: tokens that the server generated in a second of it, and the requests beside the streams."""
 
-    start_s: float
-    end_s: float
+    tokens_per_s: float
     extra: Sequence[Measured]
     moved: dict[str, float]  # pages
 
-    def row(self, streams: Sequence[Measured]) -> dict[str, Any]:
-        """Events of the streams, and what the extra requests found."""
-        stamps = [s for one in streams for s in one.events_s if self.start_s <= s < self.end_s]
-        row: dict[str, Any] = {"events_per_s": round(len(stamps) / (self.end_s - self.start_s), 2), **self.moved}
+    def row(self) -> dict[str, Any]:
+        """What the streams got, and what the extra requests found."""
+        row: dict[str, Any] = {"tokens_per_s": round(self.tokens_per_s, 1), **self.moved}
         if self.extra:
             asked = sum(one.prompt_tokens or 0 for one in self.extra)
             share = sum(one.cached_tokens or 0 for one in self.extra) / asked
@@ -265,11 +264,12 @@ async def window(client: Client, seconds: float, rate: float, payloads: Sequence
             await asyncio.sleep(start_s + number / rate - time.monotonic())
             tasks.append(asyncio.create_task(client.ask(payload)))
     await asyncio.sleep(start_s + seconds - time.monotonic())
-    end_s = time.monotonic()
-    extra, after = await asyncio.gather(*tasks), await client.metrics()
+    after, end_s = await client.metrics(), time.monotonic()
+    extra = await asyncio.gather(*tasks)
     names = {"restored_pages": RESTORED, "offloaded_pages": OFFLOADED}
     moved = {name: after.get(metric, 0) - before.get(metric, 0) for name, metric in names.items()}
-    return Window(start_s, end_s, extra, moved)
+    num_tokens = after[GENERATED] - before[GENERATED] - len(extra)  # of the streams
+    return Window(num_tokens / (end_s - start_s), extra, moved)
 
 
 class DecodeCase(NamedTuple):
@@ -309,17 +309,15 @@ async def decode(client: Client, case: DecodeCase) -> dict[str, Any]:
                     await client.ask(payload)
             windows[kind] = await window(client, case.window_s, case.rate, payloads)
     finally:
-        measured = await streams.stop()
-    rows = {kind: one.row(measured) for kind, one in windows.items()}
+        await streams.stop()
+    rows = {kind: one.row() for kind, one in windows.items()}
     _check_windows(rows, client.num_pages(case.length))
-    ended = [one for one in measured if not one.cut and one.completion_tokens is not None]
-    tokens = sum(one.num_tokens for one in ended) / sum(len(one.events_s) for one in ended) if ended else None
-    row = {"case": "decode", **case._asdict(), "tokens_per_event": tokens and round(tokens, 4), **rows}
-    quiet = (rows["quiet"]["events_per_s"] + rows["quiet_after"]["events_per_s"]) / 2
-    row["device_ratio"] = _ratio(rows["device"]["events_per_s"], quiet)
+    row = {"case": "decode", **case._asdict(), **rows}
+    quiet = (rows["quiet"]["tokens_per_s"] + rows["quiet_after"]["tokens_per_s"]) / 2
+    row["device_ratio"] = _ratio(rows["device"]["tokens_per_s"], quiet)
     if "host" in rows:
-        row["host_ratio"] = _ratio(rows["host"]["events_per_s"], quiet)
-        row["host_to_device_ratio"] = _ratio(rows["host"]["events_per_s"], rows["device"]["events_per_s"])
+        row["host_ratio"] = _ratio(rows["host"]["tokens_per_s"], quiet)
+        row["host_to_device_ratio"] = _ratio(rows["host"]["tokens_per_s"], rows["device"]["tokens_per_s"])
     return row
 
 
@@ -329,8 +327,8 @@ def _ratio(one: float, other: float) -> float:
 
 def _check_windows(rows: dict[str, dict[str, Any]], num_pages: int) -> None:
     """CaseError where requests did not find what their window is about. num_pages: of each of their prompts."""
-    if not min(rows["quiet"]["events_per_s"], rows["quiet_after"]["events_per_s"]):
-        raise CaseError("the streams had no event in a quiet window: make it longer")
+    if not min(rows["quiet"]["tokens_per_s"], rows["quiet_after"]["tokens_per_s"]):
+        raise CaseError("the streams had no token in a quiet window: make it longer")
     for kind in ("device", "host"):
         if kind in rows and rows[kind]["cached_share"] < 0.9:
             raise CaseError(f"the requests of the {kind} window had {rows[kind]['cached_share']:.0%} cached, not 90%")

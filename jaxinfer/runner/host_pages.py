@@ -62,7 +62,10 @@ class _Read(NamedTuple):
 
 
 def take_memory(frame: jax.ShapeDtypeStruct, num_frames: int) -> None:
-    """Has JAX pin the memory of all frames of the host, and keep it: a GiB takes a second, which a step cannot wait."""
+    """Has JAX pin the memory of all frames of the host, and keep it: later a step would wait for it.
+
+    A GiB takes 0.85 s, in which nothing else runs in Python (H200, 56 GiB).
+    """
     assert isinstance(frame.sharding, NamedSharding)
     empty = np.zeros(frame.shape, frame.dtype)
     on_host = frame.sharding.with_memory_kind("pinned_host")

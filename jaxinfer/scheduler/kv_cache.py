@@ -73,17 +73,18 @@ class KvCache:
         Without what would take longer to copy from the host than to compute.
         """
         hit = self.prefix.match(salt, tokens, step)
-        size, num_full = self.limits.page_size, len(hit.pages) + len(hit.restored)
-        if hit.tail is not None and not self._is_quicker([hit.tail], hit.num_tokens - num_full * size):
-            hit = hit._replace(tail=None, num_tokens=num_full * size)
-        if hit.restored and not self._is_quicker(hit.restored, len(hit.restored) * size):
-            return Hit(len(hit.pages) * size, hit.pages, None, hit.num_unheld)
+        size, here = self.limits.page_size, len(hit.pages)
+        if hit.tail is not None and not self._is_quicker([hit.tail], hit.restored, hit.num_tokens % size):
+            hit = hit._replace(tail=None, num_tokens=hit.num_tokens // size * size)
+        if hit.restored and not self._is_quicker([*hit.restored], (), hit.num_tokens - here * size):
+            return Hit(here * size, hit.pages, None, hit.num_unheld)
         return hit
 
-    def _is_quicker(self, nodes: Sequence[Node], num_tokens: int) -> bool:
-        """Whether nodes come quicker from the host than their tokens are computed."""
-        num_frames = len({node.frame.number for node in nodes if node.frame})
-        return num_frames * self.limits.restore_ms <= num_tokens * self.limits.compute_ms
+    def _is_quicker(self, nodes: Sequence[Node], others: Sequence[Node], num_tokens: int) -> bool:
+        """Whether nodes come quicker from the host than their tokens are computed. others: come in any case."""
+        frames = {node.frame.number for node in nodes if node.frame}
+        frames -= {node.frame.number for node in others if node.frame}
+        return len(frames) * self.limits.restore_ms <= num_tokens * self.limits.compute_ms
 
     def fetch(self, nodes: Sequence[Node]) -> set[int]:
         """Has pages read from disk to the host, as many as half of that holds. Returns the transfers to wait for."""
