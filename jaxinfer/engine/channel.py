@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import socket
 import struct
+from array import array
 from typing import Literal, Self
 
 import msgspec
@@ -21,17 +23,33 @@ from jaxinfer.types import (
 )
 
 RECEIVE_BYTES = 2**18
-"""Most that one call reads. A step of 256 rows has about 2 kB."""
+"""Most that one call reads. A step of 256 rows has about 2 kB, a prompt 4 bytes for each token."""
+SEND_BUFFER_BYTES = 2**20
+"""What the system is asked to take before it is read; it may have a lower limit."""
 RESEND_S = 0.02
-"""How soon what the other side did not take is offered again."""
+"""How soon the engine offers again what a front end did not take."""
 _LENGTH = struct.Struct("!I")
 
 
 class Submit(msgspec.Struct, tag=True):
-    """Runs a request, which `number` stands for on this channel from now on: shorter to send and to look up."""
+    """Runs a request, which `number` stands for on this channel from now on: shorter to send and to look up.
+
+    Its prompt travels as 32-bit integers in the order of the machine that both ends run on. As numbers of msgpack
+    32,768 ids take 0.2 ms to write and 0.9 ms to read; so, 0.01 ms and, with `tolist`, 0.55 ms.
+    """
 
     number: int
-    request: Request
+    request: Request  # without its prompt while it travels
+    prompt: bytes
+
+    @classmethod
+    def of(cls, number: int, request: Request) -> Self:
+        ids = array("I", request.prompt_ids)
+        return cls(number, dataclasses.replace(request, prompt_ids=()), ids.tobytes())
+
+    def unpack(self) -> None:
+        """Gives the request its prompt, as a list: what the scheduler makes of it first, 12 times as fast from one."""
+        self.request, self.prompt = dataclasses.replace(self.request, prompt_ids=array("I", self.prompt).tolist()), b""
 
 
 class Abort(msgspec.Struct, tag=True):
@@ -133,6 +151,7 @@ class Channel:
 
     def __init__(self, sock: socket.socket):
         sock.setblocking(False)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         self._socket = sock
         self._unsent = bytearray()
         self._unread = bytearray()
@@ -143,8 +162,17 @@ class Channel:
     def put(self, message: msgspec.Struct) -> bool:
         """Sends what the other side takes at once, and keeps the rest; as `flush`."""
         data = encode(message)
-        self._unsent += _LENGTH.pack(len(data))
-        self._unsent += data
+        length = _LENGTH.pack(len(data))
+        if self._unsent:  # what came first goes first
+            self._unsent += length + data
+            return self.flush()
+        try:
+            num_sent = self._socket.sendmsg((length, data))
+        except BlockingIOError:
+            num_sent = 0
+        if num_sent == len(length) + len(data):
+            return True
+        self._unsent += (length + data)[num_sent:]
         return self.flush()
 
     def flush(self) -> bool:
@@ -169,12 +197,13 @@ class Channel:
         self._unread += data
         messages: list[bytes] = []
         start, end = 0, len(self._unread)
-        while end - start >= _LENGTH.size:
-            stop = start + _LENGTH.size + _LENGTH.unpack_from(self._unread, start)[0]
-            if stop > end:
-                break
-            messages.append(bytes(self._unread[start + _LENGTH.size : stop]))
-            start = stop
+        with memoryview(self._unread) as unread:
+            while end - start >= _LENGTH.size:
+                stop = start + _LENGTH.size + _LENGTH.unpack_from(unread, start)[0]
+                if stop > end:
+                    break
+                messages.append(bytes(unread[start + _LENGTH.size : stop]))
+                start = stop
         del self._unread[:start]
         return messages
 

@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from jaxinfer.engine.channel import (
-    RESEND_S,
     Abort,
     Channel,
     GetStats,
@@ -76,7 +75,7 @@ class EngineClient:
         self._channel = Channel(sock)
         self._why_ended = why_ended
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._resend: asyncio.TimerHandle | None = None
+        self._sends_rest = False  # whether the loop says when the engine takes more
         self._ended = False
         self._numbers = itertools.count()
         self._streams: dict[int, _Stream] = {}
@@ -97,7 +96,7 @@ class EngineClient:
                 f"a request with id {request.request_id!r} is unfinished; ids must differ", param="request_id"
             )
         number = next(self._numbers)
-        self._send(Submit(number, request))
+        self._send(Submit.of(number, request))
         self._streams[number] = _Stream(request.request_id, receiver)
         self._by_id[request.request_id] = number
         self._waiting.add(number)
@@ -140,6 +139,7 @@ class EngineClient:
         if not self._ended:
             assert self._loop is not None
             self._loop.remove_reader(self._channel.fileno())
+            self._stop_sending()
             self._ended = True
             self._channel.close()
             self._end_streams(time.monotonic() + reason_timeout_s)
@@ -154,17 +154,22 @@ class EngineClient:
             sent = self._channel.put(message)
         except OSError as error:
             raise EngineDead(self.failure or f"the engine's process is gone: {error}") from error
-        if not sent and self._resend is None:
-            self._resend = self._loop.call_later(RESEND_S, self._send_rest)
+        if not sent and not self._sends_rest:
+            self._sends_rest = True
+            self._loop.add_writer(self._channel.fileno(), self._send_rest)
 
     def _send_rest(self) -> None:
-        self._resend = None
         try:
             sent = self._channel.flush()
         except OSError:  # `_read` learns of it too, and ends the streams
-            return
-        if not sent and self._loop is not None:
-            self._resend = self._loop.call_later(RESEND_S, self._send_rest)
+            sent = True
+        if sent:
+            self._stop_sending()
+
+    def _stop_sending(self) -> None:
+        if self._sends_rest and self._loop is not None:
+            self._sends_rest = False
+            self._loop.remove_writer(self._channel.fileno())
 
     def _read(self) -> None:
         try:

@@ -138,7 +138,10 @@ def _receive(owner: Channel, front_ends: Sequence[_FrontEnd], inbox: Inbox, buil
             front_end: _FrontEnd | None = key.data
             try:
                 for data in (front_end.channel if front_end else owner).receive():
-                    inbox.put((front_end, decode_to_engine(data)))
+                    message = decode_to_engine(data)
+                    if isinstance(message, Submit):
+                        message.unpack()  # here, so that the thread that steps need not
+                    inbox.put((front_end, message))
             except EOFError:
                 selector.unregister(key.fileobj)
                 if front_end is None and not built.is_set():

@@ -6,10 +6,12 @@ Every field is honoured or refused: an unknown one is an error that names it, an
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from array import array
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NoReturn
 
 import msgspec
+import numpy
 
 from jaxinfer.types import MAX_LOGPROBS, InvalidRequest, SamplingParams
 
@@ -26,7 +28,7 @@ ROLES = {"system": "system", "developer": "system", "user": "user", "assistant":
 RESERVED_TEMPLATE_NAMES = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message", "self"})
 """Template variables that other fields of the request set."""
 
-Prompt = str | list[int]
+Prompt = str | Sequence[int]
 
 
 class _Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
@@ -79,6 +81,11 @@ class _Generation(_Body, kw_only=True, frozen=True):
     def token_limit(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
+    @property
+    def has_text(self) -> bool:
+        """Whether there is text to render, to tokenise or to show: work that grows with the body."""
+        return True
+
     def check(self, least_tokens: int = 1) -> None:
         """Raises InvalidRequest for what the schema cannot say."""
         for name in ("max_tokens", "max_completion_tokens"):
@@ -121,13 +128,17 @@ class _Generation(_Body, kw_only=True, frozen=True):
 class CompletionRequest(_Generation, kw_only=True, frozen=True):
     """The body of POST /v1/completions."""
 
-    prompt: str | list[str | int | list[int]]
+    prompt: str | Sequence[str | int | list[int]]  # an array("I") where it is one list of token ids: see `_token_ids`
     suffix: str | None = None
     best_of: int | None = None
     echo: bool | None = None
     logprobs: int | None = None
 
     id_prefix: ClassVar[str] = "cmpl-"
+
+    @property
+    def has_text(self) -> bool:
+        return bool(self.echo) or not isinstance(self.prompt, array)
 
     def check(self, least_tokens: int = 1) -> None:
         super().check(0 if self.echo else least_tokens)
@@ -150,12 +161,10 @@ class CompletionRequest(_Generation, kw_only=True, frozen=True):
     def prompts(self) -> list[Prompt]:
         """The prompts, each a non-empty string or a non-empty list of token ids."""
         prompt = self.prompt
-        if isinstance(prompt, str):
+        if isinstance(prompt, str | array) or all(isinstance(item, int) for item in prompt):
             prompts: list[Any] = [prompt]
-        elif all(isinstance(item, int) for item in prompt):
-            prompts = [prompt]
         elif all(isinstance(item, str) for item in prompt) or all(isinstance(item, list) for item in prompt):
-            prompts = prompt
+            prompts = list(prompt)
         else:
             _refuse(
                 "prompt", "prompt mixes strings, token ids and lists; give one string, strings, ids or lists of ids"
@@ -166,6 +175,12 @@ class CompletionRequest(_Generation, kw_only=True, frozen=True):
 
     def to_sampling(self) -> SamplingParams:
         return self._sampling(_or(self.token_limit, DEFAULT_COMPLETION_TOKENS), self.logprobs)
+
+
+class _UnreadCompletion(CompletionRequest, kw_only=True, frozen=True):
+    """The same with a prompt that is still JSON."""
+
+    prompt: msgspec.Raw  # pyright: ignore[reportIncompatibleVariableOverride]
 
 
 class TextPart(_Body, kw_only=True, frozen=True):
@@ -243,6 +258,8 @@ class ChatRequest(_Generation, kw_only=True, frozen=True):
 _decoders: Mapping[type, msgspec.json.Decoder] = {
     kind: msgspec.json.Decoder(kind) for kind in (CompletionRequest, ChatRequest)
 }
+_unread_decoder = msgspec.json.Decoder(_UnreadCompletion)
+_prompt_decoder = msgspec.json.Decoder(str | list[str | int | list[int]])
 _part_decoder = msgspec.json.Decoder(TextPart)
 _any_decoder = msgspec.json.Decoder()
 _PLACE = re.compile(r" - at `\$\.?(?P<path>[^`]*)`$")
@@ -251,9 +268,42 @@ _NAMED_FIELD = re.compile(r"Object (?:contains unknown|missing required) field `
 
 def decode[Kind: _Generation](kind: type[Kind], body: bytes) -> Kind:
     """The request that `body` holds, checked. Raises InvalidRequest that names the field at fault."""
-    request = _parse(_decoders[kind], body)
+    packed: Any = _completion(body) if kind is CompletionRequest else None
+    request: Kind = packed or _parse(_decoders[kind], body)
     request.check()
     return request
+
+
+def _completion(body: bytes) -> CompletionRequest | None:
+    """The request, not yet checked, with its token ids packed. None: something is wrong with the body."""
+    try:
+        request = _unread_decoder.decode(body)
+        prompt = _token_ids(request.prompt)
+        if prompt is None:
+            prompt = _prompt_decoder.decode(request.prompt)
+    except (msgspec.DecodeError, RecursionError):
+        return None
+    msgspec.structs.force_setattr(request, "prompt", prompt)
+    return request
+
+
+def _token_ids(prompt: msgspec.Raw) -> array[int] | None:
+    """The ids of a prompt that is one list of them; None if it is not, or has an id that is refused anyway.
+
+    numpy reads 32,768 ids in 0.55 ms; msgspec takes 0.96 ms, and 0.2 ms more to pack what it makes of them.
+    """
+    view = memoryview(prompt)
+    if bytes(view[:1]) != b"[" or not bytes(view[1:2]).isdigit():
+        return None
+    text = bytes(view[1:-1])
+    try:
+        ids = numpy.fromstring(text, numpy.int64, sep=",")  # an id of more than 64 bits becomes the highest
+    except ValueError:  # it is no list of integers alone
+        return None
+    num_commas = numpy.count_nonzero(numpy.frombuffer(text, numpy.uint8) == ord(","))
+    if len(ids) != num_commas + 1:  # numpy below 2.3 ends there instead, with a warning
+        return None
+    return array("I", ids.astype(numpy.uint32).tobytes()) if ids.min() >= 0 and ids.max() < 2**32 else None
 
 
 def _parse[Kind](decoder: msgspec.json.Decoder[Kind], data: bytes | msgspec.Raw, path: str = "") -> Kind:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from jaxinfer.config import ServerConfig
@@ -79,7 +80,7 @@ class PromptMaker:
             continuous_usage=request.continuous_usage,
         )
 
-    def _ids(self, prompt: openai.Prompt, *, add_special_tokens: bool) -> list[int]:
+    def _ids(self, prompt: openai.Prompt, *, add_special_tokens: bool) -> Sequence[int]:
         if not isinstance(prompt, str):
             return prompt
         if self._tokenizer is None:

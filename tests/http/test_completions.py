@@ -39,12 +39,26 @@ def test_token_ids_are_used_as_they_are(server, engine):
     assert list(engine.requests[0].prompt_ids) == [5, 9, 300]
 
 
+@pytest.mark.parametrize("ids", ["[5,9,300]", " [ 5\n,9 , 300 ]", "[5\t, 9, 300\n]", "[[5,9,300]]"])
+def test_token_ids_are_read_alike_however_their_list_is_written(server, engine, ids):
+    assert server.http.post("/v1/completions", content=f'{{"prompt":{ids}}}').status_code == 200
+    assert list(engine.requests[0].prompt_ids) == [5, 9, 300]
+
+
+def test_only_text_is_prepared_in_a_thread(server, engine, monkeypatch):
+    monkeypatch.setattr("asyncio.to_thread", lambda *_: 1 / 0)
+    ids, text = ('{"prompt": ' + prompt + " " * 20_000 + "}" for prompt in ("[5, 9]", '"Hello"'))
+    assert server.http.post("/v1/completions", content=ids).status_code == 200
+    assert list(engine.requests[0].prompt_ids) == [5, 9]
+    assert "ZeroDivisionError" in server.http.post("/v1/completions", content=text).text
+
+
 @pytest.mark.parametrize("prompt", ["", [], [[]], ["a", ""], [[1], []]])
 def test_empty_prompt_is_refused(server, prompt):
     refused(server.complete(prompt=prompt), "prompt", "empty")
 
 
-@pytest.mark.parametrize("prompt", [["a", 1], [1, [2]], ["a", [1]]])
+@pytest.mark.parametrize("prompt", [["a", 1], [1, "a"], [1, [2]], ["a", [1]]])
 def test_mixed_prompt_list_is_refused(server, prompt):
     refused(server.complete(prompt=prompt), "prompt", "mixes")
 
@@ -52,6 +66,13 @@ def test_mixed_prompt_list_is_refused(server, prompt):
 @pytest.mark.parametrize("prompt", [[-1], [320], [[1], [10**12]]])
 def test_token_id_outside_the_vocabulary_is_refused(server, prompt):
     refused(server.complete(prompt=prompt), "prompt", "vocabulary")
+
+
+@pytest.mark.parametrize("wrong", [-7, 320, 2**32 - 1, 2**32 + 5, 2**63 - 1])
+@pytest.mark.parametrize("other", [-8, 400])
+def test_the_first_token_id_outside_the_vocabulary_is_named(server, engine, wrong, other):
+    error = refused(server.complete(prompt=[5, 9, wrong, 6, other]), "prompt", "vocabulary")
+    assert error["message"] == f"prompt has token id {wrong}; the vocabulary has ids 0 to {engine.info.vocab_size - 1}"
 
 
 def test_long_prompt_is_tokenised_beside_the_event_loop_and_gives_the_same_ids(server, engine):
