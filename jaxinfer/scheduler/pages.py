@@ -49,6 +49,11 @@ class PagePool:
         """Whether a sequence holds the page."""
         return self._num_holders[page] > 0
 
+    def num_unheld(self, pages: Iterable[int]) -> int:
+        """How many of these no sequence holds."""
+        holders = self._num_holders
+        return sum(not holders[page] for page in pages)
+
     def alloc(self, num: int) -> list[int]:
         """Takes `num` empty pages for one sequence. Raises PageError when fewer are empty: callers see to that."""
         if num > len(self._empty):
@@ -62,11 +67,13 @@ class PagePool:
 
     def share(self, pages: Iterable[int]) -> None:
         """Counts one more sequence that holds each of these pages. Raises PageError for an empty one."""
+        holders, is_empty, num_new = self._num_holders, self._is_empty, 0
         for page in pages:
-            if self._is_empty[page]:
+            if is_empty[page]:
                 raise PageError(f"page {page} was shared, but it is empty")
-            self._num_used += not self._num_holders[page]
-            self._num_holders[page] += 1
+            num_new += not holders[page]
+            holders[page] += 1
+        self._num_used += num_new
 
     def release(self, pages: Iterable[int]) -> list[int]:
         """Counts one sequence less; returns the pages that none holds any more: the caller's, to cache or to empty.
@@ -74,12 +81,15 @@ class PagePool:
         Raises PageError with the number of a page that nobody holds or that is not of this pool.
         """
         unheld: list[int] = []
+        holders, last = self._num_holders, self.num_pages
         for page in pages:
-            self._check_number(page, "released")
-            if not self._num_holders[page]:
+            if not 1 <= page <= last:
+                self._check_number(page, "released")
+            left = holders[page] - 1
+            if left < 0:
                 raise PageError(f"page {page} was released, but no sequence holds it")
-            self._num_holders[page] -= 1
-            if not self._num_holders[page]:
+            holders[page] = left
+            if not left:
                 unheld.append(page)
         self._num_used -= len(unheld)
         return unheld

@@ -95,10 +95,10 @@ class PrefixCache:
         The copy of a page is made before the step runs, so only a page that an earlier plan fills can be copied.
         """
         found, child, common = self._tree.walk(salt, tokens)
-        num_here = next((i for i, node in enumerate(found) if not node.page), len(found))
-        pages = [node.page for node in found[:num_here]]
-        num_unheld = sum(not self.pool.is_held(page) for page in pages)
-        below = found[num_here:]
+        pages = [node.page for node in found]
+        num_here = pages.index(0) if 0 in pages else len(pages)
+        pages, below = pages[:num_here], found[num_here:]
+        num_unheld = self.pool.num_unheld(pages)
         num_near = next((i for i, node in enumerate(below) if node.frame is None or node.frame.num_locks), len(below))
         hit = Hit((num_here + num_near) * self.page_size, pages, None, num_unheld, below[:num_near])
         if num_near < len(below):
@@ -118,14 +118,15 @@ class PrefixCache:
         What it copies is evicted last. Raises PageError when fewer than `num` are free.
         """
         self.pool.share(hit.pages)
-        for page in hit.pages:
-            self._unheld.pop(page, None)
-            self._unheld_pinned.pop(page, None)
+        for order in (self._unheld, self._unheld_pinned):
+            for page in hit.pages if order else ():
+                order.pop(page, None)
         if hit.source is not None:
             for order in (self._unheld, self._unheld_pinned):
                 if hit.source in order:
                     order.move_to_end(hit.source)
-        tickets = {ticket for page in hit.pages if (ticket := self._nodes[page].ticket) is not None}
+        pages = hit.pages if self._arriving else ()
+        tickets = {ticket for page in pages if (ticket := self._nodes[page].ticket) is not None}
         near = [*hit.restored, *([hit.tail] if hit.tail else [])]
         if not near:
             return Grant([*hit.pages, *self.alloc(num)], tickets)
@@ -189,26 +190,31 @@ class PrefixCache:
         What the tree has already, or what is not wanted (no tokens), is emptied.
         """
         path: list[Node] = []
+        nodes = self._nodes
         for i in range(-(-len(tokens) // self.page_size)):
-            node = self._nodes.get(pages[i])
+            node = nodes.get(pages[i])
             if node is None:
                 parent = path[-1] if path else self._tree.root(salt)
                 node = self._add(parent, self._page_tokens(tokens, i), pages[i], step)
             path.append(node)
-        self.pool.empty(page for page in self.pool.release(pages) if page not in self._nodes)
-        for node in reversed(path):
-            self._let_go(node)
+        self.pool.empty([page for page in self.pool.release(pages) if page not in nodes])
+        path.reverse()
+        self._let_go(path)
 
-    def _let_go(self, node: Node) -> None:
-        """If none holds its page, it is the last to be evicted. Whoever calls this goes on with the node above it."""
-        if node.page and not self.pool.is_held(node.page):
-            order, other = self._unheld, self._unheld_pinned
-            if node.num_pins:
-                order, other = other, order
-            other.pop(node.page, None)
-            order[node.page] = None
-            order.move_to_end(node.page)
-            if self._tiers.host.num_frames and not (node.frame or node.on_disk or node.is_queued):
+    def _let_go(self, path: Iterable[Node]) -> None:
+        """Of these nodes, each after those below it: those whose page none holds are the last to be evicted."""
+        is_held, has_host = self.pool.is_held, bool(self._tiers.host.num_frames)
+        orders = self._unheld, self._unheld_pinned
+        for node in path:
+            page = node.page
+            if not page or is_held(page):
+                continue
+            order, other = reversed(orders) if node.num_pins else orders
+            if other:
+                other.pop(page, None)
+            order[page] = None
+            order.move_to_end(page)
+            if has_host and not (node.frame or node.on_disk or node.is_queued):
                 node.is_queued = True
                 self._to_copy.append(node)
 
@@ -246,10 +252,9 @@ class PrefixCache:
 
     def pin(self, nodes: Sequence[Node], change: int) -> None:
         """Counts a session more (1) or less (-1) that would like to find these nodes, a path from the top."""
-        for node in reversed(nodes):
+        for node in nodes:
             node.num_pins += change
-            if node.parent is not None:
-                self._let_go(node)
+        self._let_go(node for node in reversed(nodes) if node.parent is not None)
 
     def transferred(self, done: Transferred) -> None:
         """Pages have arrived, or were copied early; other transfers do not concern it."""
@@ -261,9 +266,8 @@ class PrefixCache:
         for node in nodes:
             node.ticket = None
         held = [node for page in reversed(pages) if (node := self._nodes.get(page))]
-        self.pool.empty(page for page in self.pool.release(pages) if page not in self._nodes)
-        for node in held:
-            self._let_go(node)
+        self.pool.empty([page for page in self.pool.release(pages) if page not in self._nodes])
+        self._let_go(held)
 
     def clear(self) -> None:
         """Forgets what is on the device and on the host. Sequences keep their pages, alone from now on.

@@ -111,10 +111,15 @@ class Tree:
     def walk(self, salt: str, tokens: Sequence[int]) -> tuple[list[Node], Node | None, int]:
         """The full pages that `tokens` begin with; the one that agrees longest with what follows, and how long."""
         node, found, start, size = self._roots.get(salt), [], 0, self.page_size
+        tokens = tuple(tokens)
         while node is not None:
-            child, common = node.closest(tuple(tokens[start : start + size]))
-            if child is None or common < size:
-                return found, child, common
+            page, children = tokens[start : start + size], node.children
+            if len(children) == 1 and children[0].tokens == page and len(page) == size:
+                child = children[0]  # mostly: 0.3 us a page instead of 1.1
+            else:
+                child, common = node.closest(page)
+                if child is None or common < size:
+                    return found, child, common
             found.append(child)
             node, start = child, start + size
         return found, None, 0

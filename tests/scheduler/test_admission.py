@@ -168,7 +168,7 @@ def test_a_stream_of_short_requests_does_not_keep_a_long_one_waiting():
 @pytest.mark.parametrize("seed", range(30))
 def test_no_admission_is_undone_before_it_gave_a_token_and_had_a_decode_row(seed: int):
     rng = random.Random(seed)
-    harness = Harness(**random_limits(rng) | {"num_pages": rng.choice([12, 20, 30])})
+    harness = Harness(**random_limits(rng) | {"num_pages": rng.choice([12, 20, 30]), "num_frames": 0, "long_tokens": 0})
     for i in range(40):
         submit_random(harness, str(i), rng, num_stop_ids=0)
     harness.drain()
