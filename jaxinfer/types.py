@@ -238,7 +238,7 @@ class Request:
     """One sequence for the engine: nothing left to default, token ids only. A user's n completions are n requests."""
 
     request_id: str
-    prompt_ids: Sequence[int]
+    prompt_ids: Sequence[int]  # from a front end an array("I"): list() makes 32,768 Python integers of it in 0.4 ms
     max_tokens: int  # at least 1, and len(prompt_ids) + max_tokens fits in the usable context
     min_tokens: int = 0
     temperature: float = 1.0  # 0: greedy

@@ -35,7 +35,7 @@ class Submit(msgspec.Struct, tag=True):
     """Runs a request, which `number` stands for on this channel from now on: shorter to send and to look up.
 
     Its prompt travels as 32-bit integers in the order of the machine that both ends run on. As numbers of msgpack
-    32,768 ids take 0.2 ms to write and 0.9 ms to read; so, 0.01 ms and, with `tolist`, 0.55 ms.
+    32,768 ids take 0.2 ms to write and 0.9 ms to read; so, 0.01 ms each.
     """
 
     number: int
@@ -48,8 +48,8 @@ class Submit(msgspec.Struct, tag=True):
         return cls(number, dataclasses.replace(request, prompt_ids=()), ids.tobytes())
 
     def unpack(self) -> None:
-        """Gives the request its prompt, as a list: what the scheduler makes of it first, 12 times as fast from one."""
-        self.request, self.prompt = dataclasses.replace(self.request, prompt_ids=array("I", self.prompt).tolist()), b""
+        """Gives the request its prompt, as an array("I")."""
+        self.request, self.prompt = dataclasses.replace(self.request, prompt_ids=array("I", self.prompt)), b""
 
 
 class Abort(msgspec.Struct, tag=True):

@@ -140,7 +140,7 @@ def _receive(owner: Channel, front_ends: Sequence[_FrontEnd], inbox: Inbox, buil
                 for data in (front_end.channel if front_end else owner).receive():
                     message = decode_to_engine(data)
                     if isinstance(message, Submit):
-                        message.unpack()  # here, so that the thread that steps need not
+                        message.unpack()
                     inbox.put((front_end, message))
             except EOFError:
                 selector.unregister(key.fileobj)
