@@ -56,7 +56,9 @@ MAY_IMPORT = {
         "jaxinfer.engine",
         "jaxinfer.frontend",
     ),
+    "jaxinfer.kv_tiers": ("checkpoints", "jaxinfer.config", "jaxinfer.params", "jaxinfer.runner"),
     "jaxinfer.build": PACKAGES,  # the half of api that makes the parts
+    "jaxinfer.memory_plan": PACKAGES,  # what build would make, in bytes
     "jaxinfer.api": PACKAGES,
     "jaxinfer.doctor": PACKAGES,  # reports on every part
     "jaxinfer.cli": ("jaxinfer.api", "jaxinfer.serving", "jaxinfer.doctor", "jaxinfer.config", "jaxinfer.types"),
@@ -68,12 +70,15 @@ ABOVE_ALL = (
     "jaxinfer.api",
     "jaxinfer.serving",
     "jaxinfer.build",
+    "jaxinfer.memory_plan",
     "jaxinfer.doctor",
     "jaxinfer.cli",
     "jaxinfer.__main__",
     "jaxinfer",
 )
 """What `PACKAGES` leaves out, save that api and doctor know of build."""
+BELOW_DOCTOR = ("jaxinfer.build", "jaxinfer.memory_plan")
+"""The second knows the first."""
 
 WITHOUT_JAX = (
     "jaxinfer.types",
@@ -166,7 +171,9 @@ def is_allowed(layer: str, target: str) -> bool:
         return True
     allowed = MAY_IMPORT[layer]
     if allowed is PACKAGES:
-        return layer_of(target) not in ABOVE_ALL or (target == "jaxinfer.build" and layer != "jaxinfer.build")
+        return layer_of(target) not in ABOVE_ALL or (
+            target in BELOW_DOCTOR and layer not in BELOW_DOCTOR[: 1 + BELOW_DOCTOR.index(target)]
+        )
     return any(is_within(target, other) for other in allowed)
 
 
