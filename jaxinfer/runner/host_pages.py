@@ -38,7 +38,7 @@ from jaxinfer.scheduler.plan import (
 
 MAX_ARRIVING = 4
 """Frames on their way to the device at once: the next copy waits behind the one that runs."""
-MAX_LEAVING = 8
+MAX_LEAVING = 4
 """Frames on their way from the device at once: each takes memory of the device until it has left."""
 POLL_S = 5e-5
 WARM_UP_FRAMES = 8
