@@ -67,6 +67,7 @@ class Engine:
 
         Its error is UnknownSession, InvalidRequest, or RuntimeError where the disk failed.
         """
+        self._scheduler.tidy()
         sessions, done = self._scheduler.cache.sessions, Future[SessionInfo]()
         try:
             match action:
@@ -173,6 +174,7 @@ class Engine:
     def stats(self) -> EngineStats:
         """A snapshot. When nothing runs, it also checks that every page came back; the cache may keep any of them."""
         s, cache = self._scheduler, self._scheduler.cache
+        s.tidy()
         if not self.has_work and cache.pool.num_used:
             raise RuntimeError(f"nothing runs, but {cache.pool.num_used} pages are held")
         return EngineStats(

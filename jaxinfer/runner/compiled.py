@@ -209,11 +209,16 @@ def small_programs(builder: StepBuilder) -> dict[str, Program]:
     """The programs around the steps, by their names in Programs."""
     state, staged = builder.abstract_state, builder.abstract_inputs
     history = builder.replicated((inputs.history_size(builder.shape.max_model_len),), jnp.int32)
-    prefix = builder.replicated((inputs.prefix_size(builder.shape.table_width),), jnp.int32)
+    num_prefix = inputs.prefix_size(builder.shape.table_width)
+    prefix = builder.replicated((num_prefix + staged.size,), jnp.int32)
     options = _options(builder, captured=False)
 
     def stage(staged: jax.Array, new: jax.Array) -> jax.Array:
         return staged.at[:].set(new)
+
+    def set_up_prefix(state: Any, staged: jax.Array, packed: jax.Array) -> tuple[Any, jax.Array]:
+        # With the inputs of the step that follows: a launch and a copy less, 0.3 ms on an H200.
+        return builder.set_up_prefix(state, packed[:num_prefix]), stage(staged, packed[num_prefix:])
 
     def read(array: jax.Array) -> jax.Array:
         return jnp.where(True, array, 0)  # computed, since an identity would hand out the donated buffer itself
@@ -223,7 +228,7 @@ def small_programs(builder: StepBuilder) -> dict[str, Program]:
         Program("read_tokens", read, (state.last_token,), state.last_token, options=options),
         Program("read_logprobs", read, (state.logprobs,), state.logprobs, options=options),
         Program("set_up_slot", builder.set_up_slot, (state, history), state, donated=(0,), options=options),
-        Program("set_up_prefix", builder.set_up_prefix, (state, prefix), state, donated=(0,), options=options),
+        Program("set_up_prefix", set_up_prefix, (state, staged, prefix), (state, staged), (0, 1), options),
     )
     if builder.frame_pages:
         pages, frame = builder.replicated((builder.frame_pages,), jnp.int32), builder.abstract_frame

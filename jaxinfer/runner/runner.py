@@ -6,6 +6,7 @@ import math
 import statistics
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -113,14 +114,13 @@ class ModelRunner:
             if plan.transfers:
                 assert self._tier is not None
                 self._tier.begin(self._state, plan.transfers)
-            for prefix in plan.prefixes:
-                self._set_up_prefix(prefix)
             for chunk in (*plan.chunks, *(prefix.last for prefix in plan.prefixes if prefix.last is not None)):
                 if chunk.history is not None and (chunk.request.has_penalties or chunk.request.logit_bias):
                     self._set_up_slot(chunk)
             if not plan.num_rows:
+                self._stage(np.zeros(0, np.int32), plan.prefixes)
                 return None
-            num_rows = self._run_plan(plan) if plan.long is None else self._run_long(plan.long)
+            num_rows = self._run_plan(plan) if plan.long is None else self._run_long(plan.long, plan.prefixes)
             if not plan.is_plain:
                 self._state = self._programs.samplers[num_rows](self._state)
             return self._read(plan, wants_logprobs=plan.wants_logprobs)
@@ -186,7 +186,8 @@ class ModelRunner:
 
     def _run(self, bucket: Bucket, plan: StepPlan) -> None:
         shape = self._builder.shape
-        self._stage(inputs.pack(plan, bucket, page_size=shape.page_size, num_slots=shape.num_slots))
+        packed = inputs.pack(plan, bucket, page_size=shape.page_size, num_slots=shape.num_slots)
+        self._stage(packed, plan.prefixes)
         self._state = self._programs.steps[bucket](self._params, self._state, self._staged)
 
     def _run_plan(self, plan: StepPlan) -> int:
@@ -195,7 +196,7 @@ class ModelRunner:
         self._run(bucket, plan)
         return bucket.rows
 
-    def _run_long(self, chunk: LongChunk) -> int:
+    def _run_long(self, chunk: LongChunk, prefixes: Sequence[CachedPrefix] = ()) -> int:
         """Runs the smallest long step that holds the chunk, and returns its rows: 1.
 
         ValueError for more tokens than a long step or the host holds, or if there are no long steps.
@@ -209,15 +210,21 @@ class ModelRunner:
                 f"pages, does not fit: a step holds {long.chunk} tokens, the host {long.num_tokens}"
             )
         size = min(size for size in long.sizes if size >= chunk.num_tokens)
-        self._stage(inputs.pack_long(chunk, size))
+        self._stage(inputs.pack_long(chunk, size), prefixes)
         self._state, new = programs.long[size](self._params, self._state, self._host, self._staged)
         self._host = programs.long_stores[size](self._host, new, self._staged)
         return 1
 
-    def _stage(self, packed: np.ndarray) -> None:
+    def _stage(self, packed: np.ndarray, prefixes: Sequence[CachedPrefix] = ()) -> None:
+        """Puts the inputs of a step where it reads them, and what begins in the cache into its slots."""
+        programs, width = self._programs, self._builder.shape.table_width
         padded = np.zeros(self._staged.shape, np.int32)
         padded[: len(packed)] = packed
-        self._staged = self._programs.stage(self._staged, padded)
+        for prefix in prefixes:
+            both = np.concatenate([inputs.pack_prefix(prefix, table_width=width), padded])
+            self._state, self._staged = programs.set_up_prefix(self._state, self._staged, both)
+        if not prefixes:
+            self._staged = programs.stage(self._staged, padded)
 
     def _read(self, plan: StepPlan, *, wants_logprobs: bool) -> InFlight:
         """Starts copying what the last step sampled to the host, before the next step overwrites it."""
@@ -234,10 +241,6 @@ class ModelRunner:
         packed = inputs.pack_history(chunk, max_model_len=shape.max_model_len, vocab_rows=shape.vocab_rows)
         self._state = self._programs.set_up_slot(self._state, packed)
 
-    def _set_up_prefix(self, prefix: CachedPrefix) -> None:
-        packed = inputs.pack_prefix(prefix, table_width=self._builder.shape.table_width)
-        self._state = self._programs.set_up_prefix(self._state, packed)
-
     def _warm_up(self, progress: Progress) -> dict[Bucket, float]:
         """Runs everything on padding, as often as it takes until graphs are replayed.
 
@@ -248,7 +251,7 @@ class ModelRunner:
         history = np.zeros(inputs.history_size(self._builder.shape.max_model_len), np.int32)
         history[0] = self._builder.shape.num_slots
         self._state = jax.block_until_ready(self._programs.set_up_slot(self._state, history))
-        self._set_up_prefix(CachedPrefix(self._builder.shape.num_slots, (), None))
+        self._stage(np.zeros(0, np.int32), [CachedPrefix(self._builder.shape.num_slots, (), None)])
         jax.block_until_ready(self._state)
         self._warm_up_long()
         total = len(self._programs.samplers) + len(buckets)

@@ -71,6 +71,7 @@ class Scheduler:
         self._admission = Admission(limits, self.cache)
         self._in_flight: deque[_Flight] = deque()
         self._num_arrived = 0
+        self._ended: list[Sequence] = []  # with a last event, and not forgotten yet
 
     @property
     def num_running(self) -> int:
@@ -108,6 +109,7 @@ class Scheduler:
 
     def submit(self, request: Request) -> None:
         """Queues a request. Raises InvalidRequest for one that can never run, and QueueFull."""
+        self.tidy()
         limits = self.limits
         if request.request_id in self._sequences:
             raise InvalidRequest(
@@ -123,6 +125,7 @@ class Scheduler:
 
     def abort(self, request_id: str) -> TokenEvent | None:
         """Ends a request now and frees what it holds. None, and nothing happens, if it is unknown or has finished."""
+        self.tidy()
         seq = self._sequences.get(request_id)
         if seq is None:
             return None
@@ -136,6 +139,7 @@ class Scheduler:
         Sequences that run go on, and leave nothing of what they have computed so far; those whose pages were to arrive
         wait again.
         """
+        self.tidy()
         for seq in tuple(self._admission):
             self._preempt(seq)
         self.cache.prefix.clear()
@@ -198,6 +202,7 @@ class Scheduler:
         """
         if len(self._in_flight) >= MAX_IN_FLIGHT:
             raise RuntimeError(f"{len(self._in_flight)} plans are in flight; apply one first")
+        self.tidy()
         samplers: dict[int, Sequence] = {}
         decodes = self._plan_decodes(samplers)
         prefixes: list[CachedPrefix] = []
@@ -220,7 +225,8 @@ class Scheduler:
     def apply(self, result: StepResult) -> list[TokenEvent]:
         """Takes in what a step sampled: one event for every sequence that got a token and had not ended before.
 
-        Results come in the order of the plans; raises RuntimeError for any other, or if a token is missing.
+        What the ended ones held is taken back by `tidy`. Results come in the order of the plans; raises RuntimeError
+        for any other, or if a token is missing.
         """
         if not self._in_flight or self._in_flight[0].step != result.step:
             expected = self._in_flight[0].step if self._in_flight else None
@@ -236,12 +242,23 @@ class Scheduler:
                 raise RuntimeError(f"the result of step {result.step} has no token for slot {slot}") from None
             events.append(seq.receive(token, logprobs.get(slot)))
             if seq.finished:
-                self._remove(seq)
+                self._ended.append(seq)
         self.generation_tokens += len(events)
         return events
 
+    def tidy(self) -> None:
+        """Takes back what sequences hold that have ended. Everything that asks the scheduler for something does so.
+
+        `apply` leaves it undone, so that clients learn of a last token before: to release 32,768 tokens takes 1 ms.
+        """
+        while self._ended:
+            self._remove(self._ended.pop())
+
     def check_integrity(self) -> None:
-        """Raises PageError or RuntimeError unless pages, slots, queues and planned counts agree. O(pages + tokens)."""
+        """Raises PageError or RuntimeError unless pages, slots, queues and planned counts agree. O(pages + tokens).
+
+        Once it is tidy.
+        """
         admitted = [*self._running, *self._admission]
         self.cache.check_integrity((seq.request.cache_salt, seq.known_in_cache(), seq.pages) for seq in admitted)
         held = [seq.slot for seq in admitted]

@@ -38,9 +38,9 @@ def test_every_part_of_the_state_keeps_its_buffer(compiled, program):
 def test_a_prefix_is_put_in_place_by_a_few_kernels_with_room_for_a_page(compiled):
     """A page of all layers is 2.4 MB, keys and values together."""
     found = compiled["programs"]["set_up_prefix"]
-    assert found["aliases"] == compiled["state_leaves"]
+    assert found["aliases"] == compiled["state_leaves"] + 1  # with the staged inputs
     assert found["temp_bytes"] < 2.5e6
-    assert set(found["kinds"]) == {"kCustomKernel"} and len(found["top_level"]) <= 4
+    assert set(found["kinds"]) <= {"kCustomKernel", "kCopy"} and len(found["top_level"]) <= 8
 
 
 @pytest.mark.parametrize("step", MAX_LONG_TEMP_MB)

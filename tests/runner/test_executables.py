@@ -90,7 +90,10 @@ def run_all(builder, programs):
     where, reads = addresses(state), []
     history = np.zeros(inputs.history_size(builder.shape.max_model_len), np.int32)
     state = programs.set_up_slot(state, history)
-    state = programs.set_up_prefix(state, np.ones(inputs.prefix_size(builder.shape.table_width), np.int32))
+    packed = np.ones(inputs.prefix_size(builder.shape.table_width) + staged.size, np.int32)
+    was = addresses(staged)
+    state, staged = programs.set_up_prefix(state, staged, packed)
+    assert addresses(staged) == was
     for bucket in BUCKETS:
         new = np.arange(staged.size, dtype=np.int32) % 2
         was = addresses(staged)
