@@ -9,7 +9,7 @@ from jaxinfer.config import SchedulerLimits
 from jaxinfer.scheduler.disk_tier import DiskTier
 from jaxinfer.scheduler.host_tier import HostTier
 from jaxinfer.scheduler.pages import PagePool
-from jaxinfer.scheduler.plan import DiskPage, Transfer, Transferred
+from jaxinfer.scheduler.plan import Delete, DiskPage, Transfer, Transferred
 from jaxinfer.scheduler.prefix import Grant, Hit, PrefixCache
 from jaxinfer.scheduler.sessions import Sessions
 from jaxinfer.scheduler.tiers import Tiers
@@ -37,6 +37,8 @@ class KvCache:
                 node = self.tiers.add_from_disk(page, nodes.get(page.parent or ""))
                 if node is not None:
                     nodes[page.key] = node
+            else:  # there was no room for what is above it
+                self.tiers.transfers.append(Delete([page]))
         self.sessions.add_saved(manifests or {})
 
     @property
