@@ -421,7 +421,9 @@ class Harness:
         if plan is None and not self.results and self.device.pending:
             self.finish(self.rng.choice([*self.device.pending]))
             plan = self.plan()
-        waits = self.results or self.device.pending or not self.scheduler.has_work
+        outcomes = self.scheduler.cache.sessions.take_outcomes()  # a save may fail as the plan is made
+        self.outcomes += outcomes
+        waits = self.results or self.device.pending or outcomes or not self.scheduler.has_work
         assert plan is not None or waits, "work is left, but nothing moves"
         if len(self.results) == 2 or (plan is None and self.results):
             self.apply()
