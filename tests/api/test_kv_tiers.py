@@ -23,7 +23,7 @@ from jaxinfer.types import InvalidRequest, SamplingParams, UnknownSession
 from tests.engine.drive import GOLDEN, compiled_once, save_with_context
 
 OPTIONS = {"page_size": 8, "num_pages": 64, "max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": 256}
-LONG = {"page_size": 16, "max_num_seqs": 3, "max_num_batched_tokens": 16, "max_model_len": 1536}
+LONG = {"page_size": 16, "max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": 1536}
 PAGE_GIB = 8 * 1024 / 2**30  # 8 tokens, 2 layers, keys and values of 2 heads of 32 numbers
 FILE_GIB = PAGE_GIB + 4096 / 2**30
 VOCAB = 128
@@ -86,7 +86,8 @@ def check(llm: LLM) -> None:
 
 @pytest.fixture(scope="module")
 def plain(model):
-    with make(model, enable_prefix_caching=False) as llm:
+    """No cache, and room for every request of this file."""
+    with make(model, enable_prefix_caching=False, **{"max_model_len": 1536, "num_pages": 400}) as llm:
         yield llm
 
 
@@ -247,32 +248,25 @@ def small(model):
         yield llm
 
 
-@pytest.fixture(scope="module")
-def roomy(model):
-    """A pool of 2,048 tokens, and no cache."""
-    with make(model, num_pages=128, enable_prefix_caching=False, **LONG) as llm:
-        yield llm
-
-
 @pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
-def test_a_context_twice_the_pool_is_answered_as_by_a_pool_that_holds_it(small, roomy, ids, sampling):
+def test_a_context_twice_the_pool_is_answered_as_by_a_pool_that_holds_it(small, plain, ids, sampling):
     assert small.info.max_model_len == 1536
     sampling = dataclasses.replace(sampling, max_tokens=20)
     prompt = ids(1000)
-    assert same(small, roomy, [prompt], sampling) == [0]
+    assert same(small, plain, [prompt], sampling) == [0]
     # What lies beyond the pages is not kept: all pages are a hit, as far as none was given up since.
-    assert same(small, roomy, [prompt], sampling) == [512]
+    assert same(small, plain, [prompt], sampling) == [512]
     short = [ids(num) for num in (40, 200, 3)]
     mixed = [short[0], prompt, short[1], ids(900), short[2]]
-    same(small, roomy, mixed, sampling)
+    same(small, plain, mixed, sampling)
 
 
-def test_a_context_that_outgrows_the_pool_while_it_decodes_is_answered_alike(small, roomy, ids):
+def test_a_context_that_outgrows_the_pool_while_it_decodes_is_answered_alike(small, plain, ids):
     sampling = dataclasses.replace(DRAWN, max_tokens=60)
-    same(small, roomy, [ids(num) for num in (500, 480, 460, 511, 512, 513)], sampling)
+    same(small, plain, [ids(num) for num in (500, 480, 460, 511, 512, 513)], sampling)
 
 
-def test_an_aborted_long_context_leaves_the_pool_whole_and_the_others_right(small, roomy, ids):
+def test_an_aborted_long_context_leaves_the_pool_whole_and_the_others_right(small, plain, ids):
     prompt, others = ids(1000), [ids(num) for num in (50, 300, 20)]
     stream = small.stream(prompt, dataclasses.replace(GREEDY, max_tokens=200))
     for _ in range(3):
@@ -284,9 +278,9 @@ def test_an_aborted_long_context_leaves_the_pool_whole_and_the_others_right(smal
     next(stream)
     stream.close()
     thread.join(60)
-    assert tokens_of(found) == tokens_of(roomy.generate(others, GREEDY))
+    assert tokens_of(found) == tokens_of(plain.generate(others, GREEDY))
     check(small)
-    same(small, roomy, [ids(1000)])
+    same(small, plain, [ids(1000)])
 
 
 def test_a_context_that_neither_pool_nor_host_holds_is_refused_with_both_numbers(small):
