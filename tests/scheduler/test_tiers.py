@@ -319,3 +319,20 @@ def test_what_neither_pool_nor_host_holds_is_refused_with_what_is_needed_and_wha
         harness.submit("a", prompt_len=15, max_tokens=4)
     harness.submit("b", prompt_len=14, max_tokens=4)
     harness.drain()
+
+
+def test_a_request_waits_for_what_is_read_from_disk_and_begins_behind_all_of_it():
+    harness = Harness(
+        num_pages=12, num_frames=4, frame_pages=2, num_disk_pages=100, prefix_caching=True, restore_ms=0.0, compute_ms=1.0
+    )
+    prompt = [1, 2] * 6
+    harness.submit("a", prompt_ids=prompt)
+    harness.drain()
+    for i in range(6):
+        harness.submit(f"other {i}", prompt_ids=[3 + i] * 20)
+        harness.drain()
+    path = harness.scheduler.cache._tree.path("", prompt)
+    assert len(path) == 3 and all(node.on_disk and not node.page and not node.frame for node in path)
+    harness.submit("b", prompt_ids=prompt)
+    harness.drain()
+    assert harness.events["b"][0].cached_tokens == 8  # the last page, of which one token is computed, is not read
