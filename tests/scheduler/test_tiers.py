@@ -336,3 +336,10 @@ def test_a_request_waits_for_what_is_read_from_disk_and_begins_behind_all_of_it(
     harness.submit("b", prompt_ids=prompt)
     harness.drain()
     assert harness.events["b"][0].cached_tokens == 8  # the last page, of which one token is computed, is not read
+
+
+def test_what_was_read_last_is_deleted_last():
+    cache = Cache([page(tokens[i : i + 2], tokens[:i]) for tokens in (A, B) for i in range(0, 8, 2)])
+    assert cache.disk.oldest() is cache.node(A[:2])
+    cache.fetch(cache.hit(A).fetched)
+    assert cache.disk.oldest() is cache.node(B[:2])
