@@ -209,7 +209,14 @@ def test_pages_that_cannot_be_read_or_written_are_told_by_their_keys(on_disk, mo
     assert on_disk.num_disk_writes == 2
 
 
-def test_closing_waits_for_what_is_being_written(on_disk, tmp_path):
+def test_closing_waits_for_what_is_being_written(on_disk, tmp_path, monkeypatch):
+    real = DiskPages.write
+
+    def slowly(*args: Any) -> None:
+        time.sleep(0.05)
+        real(*args)
+
+    monkeypatch.setattr(DiskPages, "write", slowly)
     on_disk.ask(Offload(0, [1, 2, 3]), Save(1, 0, [(i, page(i + 1)) for i in range(3)]), SaveSession(2, "s", {"a": 1}))
     on_disk.close()
     again = DiskPages.open(tmp_path, fingerprint=MODEL, page_shape=(2, 2, *PAGE), dtype="float32", limit_bytes=10**9)

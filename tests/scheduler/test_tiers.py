@@ -100,6 +100,32 @@ def test_another_that_hits_pages_on_their_way_waits_for_the_same_transfer():
     cache.end(second)
 
 
+def test_whoever_restores_behind_pages_that_are_on_their_way_waits_for_both():
+    cache = on_the_host()
+    _, first = cache.begin(A[:4])
+    _, both = cache.begin(A)
+    assert len(first) == 1 and len(both) == 2 and first < both
+
+
+def test_a_page_that_is_on_its_way_is_not_copied():
+    cache = on_the_host()
+    _, (ticket,) = cache.begin(A)
+    hit = cache.hit([*A[:7], 0])
+    assert (hit.num_tokens, hit.source) == (6, None)
+    cache.done(ticket)
+    hit = cache.hit([*A[:7], 0])
+    assert (hit.num_tokens, hit.source) == (7, cache.node(A).page)
+
+
+def test_a_page_that_is_being_read_is_not_copied():
+    cache = Cache([page(A[:2])])
+    (ticket,) = cache.fetch([cache.node(A[:2])])
+    assert cache.hit([A[0], 0]).num_tokens == 0
+    cache.done(ticket)
+    hit = cache.hit([A[0], 0])
+    assert (hit.num_tokens, hit.tail) == (1, cache.node(A[:2]))
+
+
 def test_a_page_that_agrees_in_part_is_restored_for_its_sequence_alone():
     cache = on_the_host()
     other = [*A[:7], 0]
