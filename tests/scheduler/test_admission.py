@@ -197,3 +197,19 @@ def test_few_that_wait_get_small_chunks_beside_decode_rows_and_many_get_large_on
     assert (len(calm.decodes), calm.num_tokens) == (8, 16)
     assert (len(hurried.decodes), hurried.num_tokens) == (8, 64)
     harness.drain()
+
+
+def test_a_context_beyond_the_pool_waits_for_all_others_and_then_all_others_wait_for_it():
+    harness = Harness(num_pages=4, long_tokens=20, long_chunk=4, prefix_caching=True)
+    harness.submit("before", prompt_len=5, max_tokens=6)
+    harness.submit("long", prompt_len=3, max_tokens=20)  # of 22 positions: the pool has 16
+    harness.submit("behind", prompt_len=3, max_tokens=6)
+    together = set()
+    while harness.scheduler.has_work:
+        harness.step()
+        scheduler = harness.scheduler
+        together.add(tuple(sorted(seq.request_id for seq in (*scheduler._running, *scheduler._admission))))
+        if len(harness.plans) == 8:
+            harness.submit("last", prompt_len=3, max_tokens=6)
+    harness.drain()
+    assert ("long",) in together and not any("long" in names and len(names) > 1 for names in together)

@@ -46,6 +46,7 @@ def test_a_session_is_saved_a_frame_at_a_time_and_its_list_of_tokens_last():
     kinds = []
     while cache.sessions.has_work and (begun := cache.begun()):
         kinds.append([type(one).__name__ for one in begun])
+        assert not cache.begun(), "nothing goes on before that is written"
         for one in of_kind(begun, Save, SaveSession):
             cache.done(one.ticket)
     assert kinds == [["Offload", "Save"]] * 2 + [["SaveSession"]]

@@ -369,3 +369,23 @@ def test_what_was_read_last_is_deleted_last():
     assert cache.disk.oldest() is cache.node(A[:2])
     cache.fetch(cache.hit(A).fetched)
     assert cache.disk.oldest() is cache.node(B[:2])
+
+
+def test_one_that_ends_while_it_waits_leaves_no_page_of_its_own_that_has_not_arrived():
+    harness = Harness(num_pages=8, num_frames=8, frame_pages=2, prefix_caching=True, restore_ms=0.0, compute_ms=1.0)
+    prompt = [*range(10)]
+    harness.submit("a", prompt_ids=[*prompt, 10, 11])
+    harness.drain()
+    for i in range(1):
+        harness.submit(f"other {i}", prompt_ids=[5 - i] * 26)
+        harness.drain()
+    cache = harness.scheduler.cache
+    path = cache._tree.path("", [*prompt, 10, 11])
+    assert len(path) == 3 and all(node.frame and not node.page for node in path)
+    harness.submit("b", prompt_ids=[*prompt, 1])
+    plan = harness.plan()
+    assert plan is not None and harness.scheduler.num_restoring == 1 and plan.prefixes[0].pages
+    cache.tiers.give_up(path[2].frame)  # the page of which it has the first two tokens
+    harness.abort("b")
+    assert cache.find("", [*prompt, 1], harness.scheduler.num_steps).source is None
+    harness.drain()
