@@ -122,28 +122,47 @@ class HostPages:
 
     def begin(self, state: DeviceState, transfers: Sequence[Transfer]) -> None:
         """Begins transfers, in their order; the pages that leave the device may be written to by what comes next."""
+        for i, transfer in enumerate(transfers):
+            try:
+                self._begin(state, transfer)
+            except Exception:
+                self._give_up(state, transfers[i:])
+                raise
+        self._start_arrivals()
+
+    def _give_up(self, state: DeviceState, transfers: Sequence[Transfer]) -> None:
+        """Tells the end of transfers that did not begin, since others wait for it; the disk's begin all the same."""
         for transfer in transfers:
             match transfer:
-                case Offload():
-                    self._offload(state, transfer)
-                case Restore(ticket, number, places):
-                    pages = np.zeros(self.frame_pages, np.int32)
-                    for index, page in places:
-                        pages[index] = page
-                    self._waiting.append(_Arrival(ticket, self._frames[number], pages))
-                    self._num_left[ticket] = self._num_left.get(ticket, 0) + 1
-                case Save(ticket, number, pages):
-                    self._jobs.put(functools.partial(self._save, ticket, self._frames[number], pages))
-                case Fetch(ticket, number, pages):
-                    self._jobs.put(functools.partial(self._fetch, ticket, number, pages))
-                case Delete(pages):
-                    self._jobs.put(functools.partial(self._delete, pages))
-                case SaveSession():
-                    self._jobs.put(functools.partial(self._save_session, transfer))
-                case DeleteSession(session_id):
-                    assert self._disk is not None
-                    self._jobs.put(functools.partial(self._disk.remove_manifest, session_id))
-        self._start_arrivals()
+                case Offload(_, _, ticket) | Restore(ticket, _, _):
+                    self._ended += [] if ticket is None else [ticket]
+                case Save(ticket, _, pages):
+                    failed = frozenset(page.key for _, page in pages)
+                    self._read.put(_Read(Transferred(ticket, failed), None, None))
+                case _:
+                    self._begin(state, transfer)
+
+    def _begin(self, state: DeviceState, transfer: Transfer) -> None:
+        match transfer:
+            case Offload():
+                self._offload(state, transfer)
+            case Restore(ticket, number, places):
+                pages = np.zeros(self.frame_pages, np.int32)
+                for index, page in places:
+                    pages[index] = page
+                self._waiting.append(_Arrival(ticket, self._frames[number], pages))
+                self._num_left[ticket] = self._num_left.get(ticket, 0) + 1
+            case Save(ticket, number, pages):
+                self._jobs.put(functools.partial(self._save, ticket, self._frames[number], pages))
+            case Fetch(ticket, number, pages):
+                self._jobs.put(functools.partial(self._fetch, ticket, number, pages))
+            case Delete(pages):
+                self._jobs.put(functools.partial(self._delete, pages))
+            case SaveSession():
+                self._jobs.put(functools.partial(self._save_session, transfer))
+            case DeleteSession(session_id):
+                assert self._disk is not None
+                self._jobs.put(functools.partial(self._disk.remove_manifest, session_id))
 
     def _offload(self, state: DeviceState, transfer: Offload) -> None:
         while len(self._leaving) >= MAX_LEAVING:

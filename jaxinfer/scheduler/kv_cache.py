@@ -9,7 +9,7 @@ from jaxinfer.config import SchedulerLimits
 from jaxinfer.scheduler.disk_tier import DiskTier
 from jaxinfer.scheduler.host_tier import HostTier
 from jaxinfer.scheduler.pages import PagePool
-from jaxinfer.scheduler.plan import DiskPage, Transfer, Transferred
+from jaxinfer.scheduler.plan import Delete, DiskPage, Transfer, Transferred
 from jaxinfer.scheduler.prefix import Grant, Hit, PrefixCache
 from jaxinfer.scheduler.sessions import Sessions
 from jaxinfer.scheduler.tiers import Tiers
@@ -37,6 +37,8 @@ class KvCache:
                 node = self.tiers.add_from_disk(page, nodes.get(page.parent or ""))
                 if node is not None:
                     nodes[page.key] = node
+            else:  # there was no room for what is above it
+                self.tiers.transfers.append(Delete([page]))
         self.sessions.add_saved(manifests or {})
 
     @property
@@ -88,13 +90,13 @@ class KvCache:
 
     def fetch(self, nodes: Sequence[Node]) -> set[int]:
         """Has pages read from disk to the host, as many as half of that holds. Returns the transfers to wait for."""
-        if (ticket := nodes[0].ticket) is not None:
-            return {ticket}  # for another one, it is on its way
         tickets: set[int] = set()
         nodes = nodes[: max(self.host.num_pages // 2, self.host.frame_pages)]
-        while nodes and (ticket := self.tiers.fetch(nodes)) is not None:
-            tickets.add(ticket)
-            nodes = nodes[self.host.frame_pages :]
+        for i, node in enumerate(nodes):
+            if node.ticket is None and node.frame is None and self.tiers.fetch(nodes[i:]) is None:
+                break
+            if node.ticket is not None:  # maybe of another's, or of a session that is loaded
+                tickets.add(node.ticket)
         return tickets
 
     def take(self, hit: Hit, num: int) -> Grant:

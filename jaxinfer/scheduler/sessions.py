@@ -39,6 +39,8 @@ class _Save(NamedTuple):
     """A save under way."""
 
     session: _Session
+    salt: str  # this and the tokens are those of the beginning: the session may go on meanwhile
+    tokens: Sequence[int]
     nodes: list[Node]  # to be on disk, in the end
     tickets: set[int]  # of what is being written
     saved_at_s: int
@@ -118,7 +120,7 @@ class Sessions:
         nodes = self._tree.path(session.salt, session.tokens)
         for node in nodes:
             node.num_saves += 1  # none of them is deleted meanwhile
-        self._saves[session_id] = _Save(session, nodes, set(), int(self._now_s()))
+        self._saves[session_id] = _Save(session, session.salt, session.tokens, nodes, set(), int(self._now_s()))
 
     def load(self, session_id: str) -> SessionInfo:
         """Pins what there is of a saved session, and has the first of it that is on disk alone read to the host."""
@@ -165,16 +167,21 @@ class Sessions:
             if done.ticket not in save.tickets:
                 continue
             save.tickets.discard(done.ticket)
-            if done.failed:
-                self._end(
-                    session_id, RuntimeError(f"{len(done.failed)} pages or the list of them could not be written")
-                )
-            elif save.session.saved_nodes is save.nodes:
+            # Pages that others had begun to write are known to have failed by the time that the list is written.
+            is_listed = save.session.saved_nodes is save.nodes
+            missing = [node for node in save.nodes if not node.on_disk and not self._was_filled(node)]
+            num_failed = len(done.failed) or is_listed * len(missing)
+            if num_failed:
+                self._end(session_id, RuntimeError(f"{num_failed} pages or the list of them could not be written"))
+            elif is_listed:
                 self._end(session_id, None)
 
     def _go_on(self, session_id: str, save: _Save) -> None:
-        missing = [node for node in save.nodes if not node.on_disk]
-        if any(not node.is_anywhere or node.parent is None for node in save.nodes):
+        nodes = save.nodes
+        if nodes and self._was_filled(nodes[-1]):
+            nodes.pop().num_saves -= 1
+        missing = [node for node in nodes if not node.on_disk]
+        if any(not node.is_anywhere or node.parent is None for node in nodes):
             return self._end(session_id, RuntimeError("a page of the session was lost while it was saved"))
         if not missing:
             return self._write_manifest(session_id, save)
@@ -195,6 +202,10 @@ class Sessions:
         save.tickets.add(ticket)
         return None
 
+    def _was_filled(self, node: Node) -> bool:
+        """Whether a page that was not full has given way to one that goes on: mostly, the session's own next turn."""
+        return node.parent is None and len(node.tokens) < self._tree.page_size
+
     def _copy_to_host(self, nodes: Iterable[Node]) -> bool:
         """Copies the first of `nodes` that are on the device and not on the host to a frame; whether there was one."""
         wanted = [node for node in nodes if node.page and node.frame is None and node.ticket is None]
@@ -205,8 +216,8 @@ class Sessions:
 
     def _write_manifest(self, session_id: str, save: _Save) -> None:
         size, session = self._tree.page_size, save.session
-        tokens = tuple(session.tokens[: len(save.nodes) * size])
-        manifest = {"salt": session.salt, "tokens": list(tokens), "saved_at_s": save.saved_at_s}
+        tokens = tuple(save.tokens[: len(save.nodes) * size])
+        manifest = {"salt": save.salt, "tokens": list(tokens), "saved_at_s": save.saved_at_s}
         for node in save.nodes:
             node.num_saves -= 1
         self._keep_on_disk(session, save.nodes)
@@ -220,6 +231,7 @@ class Sessions:
         if error is not None and save.session.saved_nodes is save.nodes:
             self._keep_on_disk(save.session, [])
             save.session.saved_at_s = None
+            self._tiers.transfers.append(DeleteSession(session_id))  # an older list may be there
         elif error is not None:
             for node in save.nodes:
                 node.num_saves -= 1

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+import json
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from jaxinfer import build as build_module
 from jaxinfer.build import build_engine
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.engine import Engine
+from jaxinfer.runner.step import StepBuilder
 from jaxinfer.types import EngineStats, FinishReason, Request, TokenLogprobs
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -79,3 +86,29 @@ def num_equal(tokens: Sequence[int], expected: Sequence[int], margins: Sequence[
             assert margins[i] < TIE, f"token {i} is {token}, not {wanted}, with a margin of {margins[i]:.1e}"
             return i, True
     return len(expected), False
+
+
+@contextlib.contextmanager
+def compiled_once() -> Iterator[None]:
+    """Engines of one model that are built meanwhile share the programs of their sizes, so that a restart is quick."""
+    known: dict[Any, Any] = {}
+    real = build_module.compile_programs
+
+    def compile_programs(builder: StepBuilder, *args: Any) -> Any:
+        key = (builder.shape, builder.buckets, builder.frame_pages, builder.long)
+        if key not in known:
+            known[key] = real(builder, *args)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build_module, "compile_programs", compile_programs)
+        yield
+
+
+def save_with_context(source: Path, folder: Path, max_model_len: int) -> Path:
+    """A copy of a golden model whose context is longer: its rope has no scaling."""
+    folder.mkdir()
+    shutil.copy(source / "model.safetensors", folder)
+    config = json.loads((source / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": max_model_len}))
+    return folder

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections import deque
-from collections.abc import Container
+from collections import Counter, deque
+from collections.abc import Container, Mapping
+from typing import Any
 
 from jaxinfer.config import SchedulerLimits
 from jaxinfer.scheduler.plan import (
     CachedPrefix,
     DecodeRow,
     Delete,
+    DeleteSession,
     DiskPage,
     Fetch,
     LongChunk,
@@ -24,12 +26,14 @@ from jaxinfer.scheduler.plan import (
     PrefillChunk,
     Restore,
     Save,
+    SaveSession,
     StepPlan,
     StepResult,
     Transferred,
 )
 from jaxinfer.scheduler.scheduler import Scheduler
-from jaxinfer.types import FinishReason, Request, TokenEvent, TokenLogprobs
+from jaxinfer.scheduler.sessions import Outcome
+from jaxinfer.types import FinishReason, InvalidRequest, Request, TokenEvent, TokenLogprobs, UnknownSession
 
 VOCAB = 13  # few ids, so that stop ids are drawn often
 TOP = tuple((token, -1.0 - token) for token in range(8))
@@ -99,6 +103,7 @@ class FakeDevice:
         self.tables: dict[int, CachedPrefix] = {}  # by slot, of those whose first chunk is still to come
         self.frames: dict[int, list[Page]] = {}
         self.disk: dict[str, tuple[DiskPage, Page]] = {}
+        self.manifests: dict[str, Mapping[str, Any]] = {}  # by session
         self.behind: dict[int, tuple[int, int]] = {}  # position -> what cells has, of the context that outgrew the pool
         self.pending: dict[int, list[tuple[object, object]]] = {}  # by ticket: what is still to be done
 
@@ -121,10 +126,15 @@ class FakeDevice:
                     self.pending.setdefault(ticket, []).extend(found)
                     targets += (page for _, page in places)
                 case Save(ticket, frame, pages):
-                    self.pending.setdefault(ticket, [])
+                    self.pending[ticket] = [(page.key, {}) for _, page in pages]
                     for index, page in pages:
                         self.disk[page.key] = page, self.frames[frame][index]
                     assert len(self.disk) <= self.limits.num_disk_pages
+                case SaveSession(ticket, session_id, manifest):
+                    self.pending[ticket] = [(session_id, {})]
+                    self.manifests[session_id] = manifest
+                case DeleteSession(session_id):
+                    self.manifests.pop(session_id, None)
                 case Fetch(ticket, frame, pages):
                     assert len(pages) <= self.limits.frame_pages
                     self.frames[frame] = [{} for _ in pages]
@@ -151,13 +161,17 @@ class FakeDevice:
         return lost
 
     def finish(self, ticket: int, *, fails: bool = False) -> Transferred:
-        """Ends a transfer. fails: what it reads from disk is damaged, from the second page on."""
+        """Ends a transfer. fails: what it reads from disk is damaged, or not written, from the second page on."""
         failed: set[str] = set()
         for i, (target, content) in enumerate(self.pending.pop(ticket)):
             assert isinstance(content, dict)
             if isinstance(target, int):
                 for offset, cell in content.items():
                     self.cells[target, offset] = cell
+                continue
+            if isinstance(target, str):
+                if fails and (i or target in self.manifests):
+                    failed.add(target)
                 continue
             assert isinstance(target, tuple)
             frame, index, key = target
@@ -316,6 +330,8 @@ class Harness:
         self.requests: dict[str, Request] = {}
         self.events: dict[str, list[TokenEvent]] = {}
         self.plans: list[StepPlan] = []
+        self.refused: Counter[str] = Counter()  # commands for sessions
+        self.outcomes: list[Outcome] = []  # of saves
         self.begun: set[int] = set()  # slots whose sequences have had a row
 
     def submit(self, name: str, prompt_len: int = 5, **fields: object) -> Request:
@@ -378,6 +394,15 @@ class Harness:
         assert self.scheduler.cache.pool.num_empty == self.limits.num_pages
         return events
 
+    def session(self, action: str, session_id: str) -> None:
+        """Does something with a session: save, load or delete. What is not known or cannot be is no fault."""
+        sessions = self.scheduler.cache.sessions
+        try:
+            {"save": sessions.save, "load": sessions.load, "delete": sessions.delete}[action](session_id)
+        except (UnknownSession, InvalidRequest) as error:
+            self.refused[str(error).split(";")[0]] += 1
+        self.scheduler.check_integrity()
+
     def abort(self, name: str) -> TokenEvent | None:
         event = self.scheduler.abort(name)
         if event is not None:
@@ -387,6 +412,7 @@ class Harness:
 
     def step(self) -> StepPlan | None:
         """One turn of the engine: launch a step, then read the one before it."""
+        self.outcomes += self.scheduler.cache.sessions.take_outcomes()
         if len(self.results) == 2:
             self.apply()
         for ticket in [*self.device.pending]:
@@ -396,7 +422,9 @@ class Harness:
         if plan is None and not self.results and self.device.pending:
             self.finish(self.rng.choice([*self.device.pending]))
             plan = self.plan()
-        waits = self.results or self.device.pending or not self.scheduler.has_work
+        outcomes = self.scheduler.cache.sessions.take_outcomes()  # a save may fail as the plan is made
+        self.outcomes += outcomes
+        waits = self.results or self.device.pending or outcomes or not self.scheduler.has_work
         assert plan is not None or waits, "work is left, but nothing moves"
         if len(self.results) == 2 or (plan is None and self.results):
             self.apply()
@@ -411,8 +439,22 @@ class Harness:
         assert not self.scheduler.has_work
         assert self.scheduler.cache.pool.num_free == self.limits.num_pages
         assert (self.scheduler.num_running, self.scheduler.num_waiting) == (0, 0)
+        cache = self.scheduler.cache
+        assert {node.key for node in cache._tree.nodes() if node.on_disk} == {*self.device.disk}
+        saved = {one for one in self.session_ids if self._is_saved(one)}
+        assert saved == {*self.device.manifests}
         for name in self.requests:
             self.check_output(name)
+
+    def _is_saved(self, session_id: str) -> bool:
+        try:
+            return self.scheduler.cache.sessions.info(session_id).saved
+        except UnknownSession:
+            return False
+
+    @property
+    def session_ids(self) -> set[str]:
+        return {request.session_id for request in self.requests.values()} - {""}
 
     def output(self, name: str) -> list[int]:
         return [token for event in self.events[name] for token in event.token_ids]

@@ -172,14 +172,15 @@ def test_no_admission_is_undone_before_it_gave_a_token_and_had_a_decode_row(seed
     for i in range(40):
         submit_random(harness, str(i), rng, num_stop_ids=0)
     harness.drain()
-    chunks = [chunk for plan in harness.plans for chunk in plan.prefills]
+    chunks = [chunk for plan in harness.plans for chunk in plan.chunks if chunk.token_ids]
     assert sum(chunk.history is not None for chunk in chunks) == sum(chunk.samples for chunk in chunks)
     for plan, following in itertools.pairwise(harness.plans):
         for chunk in plan.prefills:
             num_known = chunk.start + len(chunk.token_ids)
             last = num_known + 1 in (chunk.prompt_len + chunk.request.max_tokens, harness.limits.max_model_len)
             if chunk.samples and not last:
-                assert chunk.slot in {row.slot for row in following.decodes}, f"step {following.step} preempts it"
+                rows = (*following.decodes, *([following.long] if following.long else []))
+                assert chunk.slot in {row.slot for row in rows}, f"step {following.step} preempts it"
 
 
 def test_few_that_wait_get_small_chunks_beside_decode_rows_and_many_get_large_ones():
@@ -196,3 +197,19 @@ def test_few_that_wait_get_small_chunks_beside_decode_rows_and_many_get_large_on
     assert (len(calm.decodes), calm.num_tokens) == (8, 16)
     assert (len(hurried.decodes), hurried.num_tokens) == (8, 64)
     harness.drain()
+
+
+def test_a_context_beyond_the_pool_waits_for_all_others_and_then_all_others_wait_for_it():
+    harness = Harness(num_pages=4, long_tokens=20, long_chunk=4, prefix_caching=True)
+    harness.submit("before", prompt_len=5, max_tokens=6)
+    harness.submit("long", prompt_len=3, max_tokens=20)  # of 22 positions: the pool has 16
+    harness.submit("behind", prompt_len=3, max_tokens=6)
+    together = set()
+    while harness.scheduler.has_work:
+        harness.step()
+        scheduler = harness.scheduler
+        together.add(tuple(sorted(seq.request_id for seq in (*scheduler._running, *scheduler._admission))))
+        if len(harness.plans) == 8:
+            harness.submit("last", prompt_len=3, max_tokens=6)
+    harness.drain()
+    assert ("long",) in together and not any("long" in names and len(names) > 1 for names in together)

@@ -9,8 +9,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
-from jaxinfer.types import InvalidRequest
+from jaxinfer.types import InvalidRequest, SessionInfo
 from tests.scheduler.fake_device import VOCAB, Harness
+
+SESSIONS = ("s", "t", "u")
+ACTIONS = ("save", "load", "delete")
 
 
 def random_limits(rng: random.Random) -> dict[str, int | None]:
@@ -66,6 +69,7 @@ def submit_random(harness: Harness, name: str, rng: random.Random, num_stop_ids:
             logprobs=rng.choice([None, None, 0, 2]),
             cache_salt=rng.choice(["", "", "", "pepper"]),
             priority=rng.choice([0, 0, 0, -1, 2]),
+            session_id=rng.choice(["", *SESSIONS]),
             **({} if prompt is None else {"prompt_ids": prompt}),
         )
     except InvalidRequest as error:
@@ -79,7 +83,7 @@ def test_scheduling_never_changes_the_output(seed: int):
     rng = random.Random(seed)
     harness = Harness(seed=seed, damaged_share=rng.choice([0, 0.3]), **random_limits(rng))
     load, abort_share, read_early_share = rng.choice([0.1, 0.5, 2.0]), rng.choice([0, 0.05]), rng.choice([0, 0.3])
-    lost_share = rng.choice([0, 0.05])
+    lost_share, session_share = rng.choice([0, 0.05]), rng.choice([0, 0.1, 0.5])
     for turn in range(150):
         for i in range(int(load + rng.random())):
             submit_random(harness, f"{turn}.{i}", rng)
@@ -87,6 +91,8 @@ def test_scheduling_never_changes_the_output(seed: int):
             harness.abort(rng.choice([*harness.requests]))
         if rng.random() < 0.01:
             harness.scheduler.clear_prefix_cache()
+        if rng.random() < session_share:
+            harness.session(rng.choice(ACTIONS), rng.choice(SESSIONS))
         if harness.results and rng.random() < lost_share:
             harness.lose_state([slot for slot in range(8) if rng.random() < 0.3])
         harness.step()
@@ -111,6 +117,12 @@ def test_the_random_walks_preempt_and_waste_rows():
     assert num_wasted > 20
 
 
+MUST_HAPPEN = (
+    *("Offload", "Restore", "Save", "Fetch", "Delete", "restoring", "long"),
+    *("SaveSession", "DeleteSession", "saved", "not saved", "session 's' is being saved"),
+)
+
+
 def test_the_random_walks_use_all_tiers():
     """Likewise: pages go to the host and to disk and come back, some damaged, and sequences wait for them."""
     kinds: Counter[str] = Counter()
@@ -123,14 +135,15 @@ def test_the_random_walks_use_all_tiers():
         harness = Harness(seed=seed, damaged_share=0.2, **dataclasses.asdict(limits))
         for i in range(60):
             submit_random(harness, str(i), rng)
+            harness.session(rng.choice(["save", "save", "load", "delete"]), rng.choice(SESSIONS))
             harness.step()
             kinds["restoring"] += harness.scheduler.num_restoring
         harness.drain()
         kinds.update(type(transfer).__name__ for plan in harness.plans for transfer in plan.transfers)
         kinds["long"] += sum(plan.long is not None for plan in harness.plans)
-    assert min(kinds[name] for name in ("Offload", "Restore", "Save", "Fetch", "Delete", "restoring", "long")) > 20, (
-        kinds
-    )
+        kinds.update("saved" if isinstance(found, SessionInfo) else "not saved" for _, found in harness.outcomes)
+        kinds.update(harness.refused.keys())
+    assert all(kinds[name] > 20 for name in MUST_HAPPEN), kinds
 
 
 class Client(RuleBasedStateMachine):
@@ -153,6 +166,10 @@ class Client(RuleBasedStateMachine):
     def lose_state(self, slots: set[int]) -> None:
         if self.harness.results:
             self.harness.lose_state(slots)
+
+    @rule(action=st.sampled_from(ACTIONS), session_id=st.sampled_from(SESSIONS))
+    def session(self, action: str, session_id: str) -> None:
+        self.harness.session(action, session_id)
 
     @rule()
     def clear_cache(self) -> None:
