@@ -13,6 +13,7 @@ MAX_COUNT = 2**30
 """Most of anything that is counted: devices count in 32 bits."""
 MAX_GIB = 2**20
 """Most memory or disk, in GiB: a pebibyte."""
+MIN_TIMEOUT_S = 0.01
 MAX_TIMEOUT_S = 86400.0
 """Longest time limit, in seconds: a day."""
 MAX_FRONT_ENDS = 64
@@ -108,8 +109,8 @@ class EngineConfig:
         )
         _check(self.max_step_ms > 0, f"max_step_ms is {self.max_step_ms}; it must be above 0")
         _check(
-            0 < self.step_timeout_s <= MAX_TIMEOUT_S,
-            f"step_timeout_s is {self.step_timeout_s}; it must be above 0 and at most {MAX_TIMEOUT_S:g} seconds",
+            MIN_TIMEOUT_S <= self.step_timeout_s <= MAX_TIMEOUT_S,
+            f"step_timeout_s is {self.step_timeout_s}; it must be from {MIN_TIMEOUT_S:g} to {MAX_TIMEOUT_S:g} seconds",
         )
         self._check_tiers()
 

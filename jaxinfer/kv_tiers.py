@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -22,6 +21,7 @@ FRAME_BYTES = 2**27
 """Most that a frame has, which is 64 to 128 MiB where pages are small enough. The host spends 0.9 ms on each frame that
 comes back, and a copy of 75 MB takes 1.4 (H200): with frames of 38 MB it was the host that one waited for."""
 MAX_FRAME_PAGES = 64
+CGROUP = Path("/sys/fs/cgroup")
 POOL_SHARE = 8
 """A frame is at most this part of the pool: the pages of a frame leave the device at once."""
 
@@ -104,7 +104,7 @@ def _host_sizes(config: EngineConfig, builder: StepBuilder) -> TierSizes:
             f"kv_host_gib is {config.kv_host_gib}; it must be at least {frame_pages * page_bytes / 2**30:.3g}, "
             f"which is {frame_pages} pages of {page_bytes:,} bytes"
         )
-    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    available = _available_bytes()
     if host_bytes > available:
         raise ConfigError(
             f"kv_host_gib is {config.kv_host_gib}, but {available / 2**30:.1f} GiB of memory are free on this machine"
@@ -115,6 +115,19 @@ def _host_sizes(config: EngineConfig, builder: StepBuilder) -> TierSizes:
         if num_disk_pages < 1:
             raise ConfigError(f"kv_disk_gib is {config.kv_disk_gib}, less than a page of {page_bytes:,} bytes")
     return TierSizes(page_bytes, frame_pages, num_frames, num_disk_pages)
+
+
+def _available_bytes() -> int:
+    """Memory that can be had without swapping: what files are cached in counts, and a container's limit, too."""
+    with open("/proc/meminfo") as file:
+        found = {name: int(rest.split()[0]) * 1024 for name, rest in (line.split(":") for line in file)}
+    available = found.get("MemAvailable", found["MemFree"])
+    try:
+        limit = int(CGROUP.joinpath("memory.max").read_text())
+        used = int(CGROUP.joinpath("memory.current").read_text())
+    except (OSError, ValueError):  # no such limit, or "max"
+        return available
+    return min(available, limit - used)
 
 
 def open_disk(config: EngineConfig, checkpoint: Checkpoint, builder: StepBuilder) -> DiskPages | None:

@@ -86,7 +86,7 @@ class Engine:
 
     def _told(self, info: SessionInfo) -> SessionInfo:
         """With what the scheduler does not know."""
-        return dataclasses.replace(info, model=self.info.model, num_bytes=info.num_bytes * self._runner.page_bytes)
+        return dataclasses.replace(info, model=self.info.model, num_bytes=info.num_bytes * self._runner.page_file_bytes)
 
     def _resolve_saves(self) -> None:
         for session_id, outcome in self._scheduler.cache.sessions.take_outcomes():
@@ -164,6 +164,9 @@ class Engine:
         self._num_stuck_steps += 1
         reason = f"nothing could be computed for {self._step_timeout_s:g} s (step_timeout_s)"
         log.error("%s; all requests end with this error. What there was:\n%s", reason, self._scheduler.describe())
+        self._failures += 1
+        if self._failures > MAX_FAILURES:
+            raise RuntimeError(reason)
         self._reset()
         return self._scheduler.fail(reason, waiting_too=True)
 

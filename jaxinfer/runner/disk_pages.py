@@ -185,6 +185,10 @@ class DiskPages:
             os.utime(path)  # used last, when the folder is next looked through
         return out
 
+    def has(self, key: str) -> bool:
+        """Whether the page's file is there; nothing is read of it."""
+        return key in self._known and self._path(key).exists()
+
     def remove(self, key: str) -> None:
         """Deletes a page; nothing if there is none. The caller removes its children, which nothing reaches any more."""
         path = self._path(key)

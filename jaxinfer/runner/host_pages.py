@@ -273,7 +273,10 @@ class HostPages:
 
     def _save_session(self, transfer: SaveSession) -> _Read:
         assert self._disk is not None
-        failed: set[str] = set()
+        failed = {key for key in transfer.keys if not self._disk.has(key)}
+        if failed:
+            log.warning("session %s is not saved: %d of its pages are gone", transfer.session_id, len(failed))
+            return _Read(Transferred(transfer.ticket, frozenset(failed)), None, None)
         try:
             self._disk.write_manifest(transfer.session_id, dict(transfer.manifest))
         except OSError as error:

@@ -19,6 +19,7 @@ from jaxinfer.runner.buckets import Bucket, choose
 from jaxinfer.runner.compiled import Programs, Progress
 from jaxinfer.runner.disk_pages import DiskPages
 from jaxinfer.runner.host_pages import HostPages
+from jaxinfer.runner.page_file import BLOCK_BYTES
 from jaxinfer.runner.step import StepBuilder
 from jaxinfer.scheduler.plan import CachedPrefix, LastToken, LongChunk, PrefillChunk, StepPlan, StepResult, Transferred
 from jaxinfer.types import Request, TokenLogprobs
@@ -90,10 +91,10 @@ class ModelRunner:
         return self._counter.count
 
     @property
-    def page_bytes(self) -> int:
-        """Of a page, on all devices together."""
+    def page_file_bytes(self) -> int:
+        """Of a page's file."""
         shape = self._builder.shape
-        return cache.token_bytes(shape.cache, shape.dtype) * shape.page_size
+        return cache.token_bytes(shape.cache, shape.dtype) * shape.page_size + BLOCK_BYTES
 
     @property
     def num_disk_writes(self) -> int:

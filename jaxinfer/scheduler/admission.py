@@ -31,7 +31,6 @@ class Admission:
         self.prompt_tokens = 0  # of admitted requests, each counted once
         self.cached_prompt_tokens = 0  # of these, in the cache already
         self._cache = cache
-        self._long: Sequence | None = None  # an admitted sequence that needs all pages, and is alone
 
     def __iter__(self) -> Iterator[Sequence]:
         """Those that have slot and pages."""
@@ -61,7 +60,7 @@ class Admission:
             return self.ready.popleft()
         num_refused = 0
         for seq in self.waiting.first(len(self.free_slots) + MAX_REFUSED):
-            if not self.free_slots or num_refused == MAX_REFUSED or self._long is not None:
+            if not self.free_slots or num_refused == MAX_REFUSED:
                 break
             if (hit := self._admits(seq, running, per_step, step)) is None:
                 if is_overtaken(seq) or seq.was_admitted:
@@ -78,8 +77,6 @@ class Admission:
         """Takes the slot of a sequence that runs or is to run. Returns the tokens that are in its pages."""
         assert seq.slot is not None
         self.free_slots.append(seq.slot)
-        if seq is self._long:
-            self._long = None
         tokens = seq.known_in_cache()
         for waits in (self.restoring, self.ready):
             if seq in waits:
@@ -91,7 +88,7 @@ class Admission:
     def _admits(self, seq: Sequence, running: list[Sequence], per_step: int, step: int) -> Hit | None:
         """What the cache has for a sequence that waits; None if there is no room for it now."""
         pool = self._cache.pool
-        if seq.num_in_flight or seq.fetching or (seq.is_long and pool.num_used):
+        if seq.num_in_flight or seq.fetching:
             return None
         # To match 100,000 tokens takes milliseconds: not in every step in which nothing has changed for the better.
         now, before = self._cache.state, seq.refused
@@ -121,8 +118,6 @@ class Admission:
     def _give(self, seq: Sequence, hit: Hit, prefixes: list[CachedPrefix]) -> None:
         """Gives a sequence a slot and the pages of its known tokens."""
         self.waiting.admit(seq)
-        if seq.is_long:
-            self._long = seq
         if not seq.was_admitted:
             self.prompt_tokens += seq.prompt_len
             self.cached_prompt_tokens += hit.num_tokens

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 
 from jaxinfer.scheduler.pages import PageError
 from jaxinfer.scheduler.plan import DiskPage, page_key
@@ -44,8 +45,15 @@ class DiskTier:
         self._used[id(node)] = node
 
     def touch(self, node: Node) -> None:
-        """It was used just now."""
-        self._used.move_to_end(id(node))
+        """It was used just now, and so were those above it: what is below goes first, as nothing finds it alone."""
+        for one in node.upwards():
+            if one.on_disk:
+                self._used.move_to_end(id(one))
+
+    def put_in_order(self, nodes: Iterable[Node]) -> None:
+        """The first of all nodes on disk is the next to be deleted."""
+        for node in nodes:
+            self._used.move_to_end(id(node))
 
     def drop(self, node: Node) -> None:
         """It is on disk no more."""

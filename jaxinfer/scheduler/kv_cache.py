@@ -37,9 +37,10 @@ class KvCache:
                 node = self.tiers.add_from_disk(page, nodes.get(page.parent or ""))
                 if node is not None:
                     nodes[page.key] = node
-            else:  # there was no room for what is above it
+            else:  # what is above it was not taken
                 self.tiers.transfers.append(Delete([page]))
         self.sessions.add_saved(manifests or {})
+        self.tiers.keep_to_limit()
 
     @property
     def has_work(self) -> bool:
@@ -56,9 +57,10 @@ class KvCache:
         """While none of these is higher than before, there is no more room, and no hit is better."""
         return self.pool.num_free, self.prefix.num_added, self.tiers.num_fetched
 
-    def take_transfers(self) -> list[Transfer]:
-        """What has to be done before the rows of the plan that is being made, in this order."""
-        self.sessions.go_on()
+    def take_transfers(self, step: int) -> list[Transfer]:
+        """What has to be done before the rows of the plan that is being made, `step`, in this order."""
+        self.sessions.go_on(step)
+        self.tiers.complete_paths(step)
         self.prefix.copy_early()
         transfers, self.tiers.transfers = self.tiers.transfers, []
         return transfers

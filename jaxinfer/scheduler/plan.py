@@ -141,11 +141,15 @@ class Delete(NamedTuple):
 
 
 class SaveSession(NamedTuple):
-    """Writes what a session is made of, as JSON, once all writes before are done. Its end is told by the ticket."""
+    """Writes what a session is made of, as JSON, once all writes before are done and if its pages are there.
+
+    Its end is told by the ticket.
+    """
 
     ticket: int
     session_id: str
     manifest: Mapping[str, Any]
+    keys: Sequence[str]  # of its pages
 
 
 class DeleteSession(NamedTuple):

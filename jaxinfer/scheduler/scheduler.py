@@ -208,7 +208,7 @@ class Scheduler:
         prefixes: list[CachedPrefix] = []
         prefills = self._plan_prefills(decodes, samplers, prefixes)
         long = None if decodes or prefills else self._plan_long(samplers)
-        transfers = self.cache.take_transfers()
+        transfers = self.cache.take_transfers(self.num_steps)
         if not (decodes or prefills or prefixes or transfers or long):
             return None
         plan = StepPlan(self.num_steps, decodes, prefills, prefixes, transfers, long)
@@ -302,9 +302,9 @@ class Scheduler:
         return rows
 
     def _plan_long(self, samplers: dict[int, Sequence]) -> LongChunk | None:
-        """The next tokens of a sequence whose pages are full: it runs alone."""
-        seq = self._running[0] if self._running else None
-        if seq is None or not seq.num_device <= seq.num_computed < seq.max_computed:
+        """The next tokens of a sequence that has filled all pages: as it holds them, it is alone."""
+        ends = (seq for seq in self._running if seq.num_device <= seq.num_computed < seq.max_computed)
+        if (seq := next(ends, None)) is None:
             return None
         chunk = seq.take_long(self.limits.long_chunk)
         if chunk.samples:

@@ -65,7 +65,7 @@ class Sequence:
         # Positions that are ever computed: the last output token is sampled, but nothing follows from it.
         self.max_computed = self.prompt_len + self.max_output - 1
         self.page_size = limits.page_size
-        # Positions from here on are not in pages, since the pool has no more. Only one that is alone reaches it.
+        # Positions from here on are not in pages, since the pool has no more: whoever reaches this holds all of them.
         self.num_device = limits.num_pages * limits.page_size
         self.min_len = self.prompt_len + request.min_tokens  # a stop id ends the output from the token after these
         self.stop_ids = frozenset(request.stop_ids)
@@ -113,11 +113,6 @@ class Sequence:
                 param="max_tokens",
                 code="context_length_exceeded",
             )
-
-    @property
-    def is_long(self) -> bool:
-        """Whether the pool may not hold all of it, so that it needs all pages."""
-        return self.max_computed > self.num_device
 
     def num_pages(self, num_positions: int) -> int:
         """Pages for its first positions."""

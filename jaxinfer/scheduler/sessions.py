@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from jaxinfer.scheduler.plan import DeleteSession, SaveSession, Transferred
 from jaxinfer.scheduler.prefix import PrefixCache
@@ -23,7 +24,7 @@ Outcome = tuple[str, SessionInfo | Exception]
 class _Session:
     """What is known of a session."""
 
-    __slots__ = ("nodes", "salt", "saved", "saved_at_s", "saved_nodes", "session_id", "tokens")
+    __slots__ = ("nodes", "salt", "saved", "saved_at_s", "saved_nodes", "saved_salt", "session_id", "tokens")
 
     def __init__(self, session_id: str, salt: str, tokens: Sequence[int]):
         self.session_id = session_id
@@ -31,19 +32,22 @@ class _Session:
         self.tokens = tokens  # of its last sequence, those that were computed
         self.nodes: list[Node] = []  # that it pins
         self.saved: Sequence[int] = ()  # tokens that are on disk
+        self.saved_salt = salt
         self.saved_nodes: list[Node] = []  # that stay on disk for it
         self.saved_at_s: int | None = None  # since the epoch
 
 
-class _Save(NamedTuple):
-    """A save under way."""
+@dataclasses.dataclass(slots=True)
+class _Save:
+    """A save under way: of what the session was when it began."""
 
     session: _Session
-    salt: str  # this and the tokens are those of the beginning: the session may go on meanwhile
+    salt: str
     tokens: Sequence[int]
-    nodes: list[Node]  # to be on disk, in the end
-    tickets: set[int]  # of what is being written
+    nodes: list[Node]  # to be on disk, in the end; none of them is deleted meanwhile
     saved_at_s: int
+    tickets: set[int] = dataclasses.field(default_factory=set)  # of what is being written
+    is_listed: bool = False  # whether that is the list of the pages
 
 
 class Sessions:
@@ -119,8 +123,8 @@ class Sessions:
             return
         nodes = self._tree.path(session.salt, session.tokens)
         for node in nodes:
-            node.num_saves += 1  # none of them is deleted meanwhile
-        self._saves[session_id] = _Save(session, session.salt, session.tokens, nodes, set(), int(self._now_s()))
+            node.num_saves += 1
+        self._saves[session_id] = _Save(session, session.salt, session.tokens, nodes, int(self._now_s()))
 
     def load(self, session_id: str) -> SessionInfo:
         """Pins what there is of a saved session, and has the first of it that is on disk alone read to the host."""
@@ -128,7 +132,7 @@ class Sessions:
         session = self._get(session_id)
         if session.saved_at_s is None:
             raise UnknownSession(f"session {session_id!r} is not saved; save it first")
-        session.tokens = session.saved
+        session.tokens, session.salt = session.saved, session.saved_salt
         path = self._tree.path(session.salt, session.tokens)
         self._pin(session, path)
         on_disk = [node for node in path if node.on_disk and not node.page and not node.frame]
@@ -146,20 +150,23 @@ class Sessions:
         info = self.info(session_id)
         del self._sessions[session_id]
         self._pin(session, [])
-        if session.saved_at_s is not None:
+        if self._tiers.disk.num_pages:
             self._tiers.transfers.append(DeleteSession(session_id))
-            nodes = session.saved_nodes
-            self._keep_on_disk(session, [])
-            for node in reversed(nodes):
-                if node.on_disk and not node.num_saves:
-                    self._tiers.leave_disk(node)
+        nodes = session.saved_nodes
+        self._keep_on_disk(session, [])
+        for node in reversed(nodes):
+            if node.on_disk and not node.num_saves:
+                self._tiers.leave_disk(node)
         return info
 
-    def go_on(self) -> None:
-        """Has the next pages of each save written: of one frame at a time, as memory is bounded."""
+    def go_on(self, step: int) -> None:
+        """Has the next pages of each save written: of one frame at a time, as memory is bounded.
+
+        step: the plan that is being made.
+        """
         for session_id, save in list(self._saves.items()):
-            if not save.tickets:
-                self._go_on(session_id, save)
+            if not save.tickets and self._tiers.may_save:
+                self._go_on(session_id, save, step)
 
     def transferred(self, done: Transferred) -> None:
         """A transfer has ended."""
@@ -168,15 +175,17 @@ class Sessions:
                 continue
             save.tickets.discard(done.ticket)
             # Pages that others had begun to write are known to have failed by the time that the list is written.
-            is_listed = save.session.saved_nodes is save.nodes
             missing = [node for node in save.nodes if not node.on_disk and not self._was_filled(node)]
-            num_failed = len(done.failed) or is_listed * len(missing)
+            num_failed = len(done.failed) or save.is_listed * len(missing)
+            for node in reversed(save.nodes):
+                if node.key in done.failed and node.on_disk:
+                    self._tiers.leave_disk(node)
             if num_failed:
                 self._end(session_id, RuntimeError(f"{num_failed} pages or the list of them could not be written"))
-            elif is_listed:
+            elif save.is_listed:
                 self._end(session_id, None)
 
-    def _go_on(self, session_id: str, save: _Save) -> None:
+    def _go_on(self, session_id: str, save: _Save, step: int) -> None:
         nodes = save.nodes
         if nodes and self._was_filled(nodes[-1]):
             nodes.pop().num_saves -= 1
@@ -186,7 +195,7 @@ class Sessions:
         if not missing:
             return self._write_manifest(session_id, save)
         first = missing[0]
-        if first.frame is None and not self._copy_to_host(missing):
+        if first.frame is None and not self._copy_to_host(missing, step):
             return None  # later: all frames are in use just now
         frame = first.frame
         assert frame is not None
@@ -206,35 +215,32 @@ class Sessions:
         """Whether a page that was not full has given way to one that goes on: mostly, the session's own next turn."""
         return node.parent is None and len(node.tokens) < self._tree.page_size
 
-    def _copy_to_host(self, nodes: Iterable[Node]) -> bool:
+    def _copy_to_host(self, nodes: Iterable[Node], step: int) -> bool:
         """Copies the first of `nodes` that are on the device and not on the host to a frame; whether there was one."""
-        wanted = [node for node in nodes if node.page and node.frame is None and node.ticket is None]
+        can = (node for node in nodes if node.page and node.frame is None and node.ticket is None)
+        wanted = [node for node in can if node.step < step]
         if not wanted or not (frame := self._tiers.make_frame()):
             return False
         self._tiers.offload(wanted[: self._tiers.host.frame_pages], frame)
         return True
 
     def _write_manifest(self, session_id: str, save: _Save) -> None:
-        size, session = self._tree.page_size, save.session
-        tokens = tuple(save.tokens[: len(save.nodes) * size])
-        manifest = {"salt": save.salt, "tokens": list(tokens), "saved_at_s": save.saved_at_s}
-        for node in save.nodes:
-            node.num_saves -= 1
-        self._keep_on_disk(session, save.nodes)
-        session.saved, session.saved_at_s = tokens, save.saved_at_s
+        save.tokens = tuple(save.tokens[: len(save.nodes) * self._tree.page_size])
+        save.is_listed = True
+        manifest = {"salt": save.salt, "tokens": list(save.tokens), "saved_at_s": save.saved_at_s}
         ticket = self._tiers.ticket()
         save.tickets.add(ticket)
-        self._tiers.transfers.append(SaveSession(ticket, session_id, manifest))
+        self._tiers.transfers.append(SaveSession(ticket, session_id, manifest, [node.key for node in save.nodes]))
 
     def _end(self, session_id: str, error: Exception | None) -> None:
+        """A save has ended. After an error what was saved before still is."""
         save = self._saves.pop(session_id)
-        if error is not None and save.session.saved_nodes is save.nodes:
-            self._keep_on_disk(save.session, [])
-            save.session.saved_at_s = None
-            self._tiers.transfers.append(DeleteSession(session_id))  # an older list may be there
-        elif error is not None:
-            for node in save.nodes:
-                node.num_saves -= 1
+        if error is None:
+            session = save.session
+            self._keep_on_disk(session, save.nodes)
+            session.saved, session.saved_salt, session.saved_at_s = save.tokens, save.salt, save.saved_at_s
+        for node in save.nodes:
+            node.num_saves -= 1
         self._outcomes.append((session_id, error or self.info(session_id)))
 
     def _pin(self, session: _Session, nodes: list[Node]) -> None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from itertools import islice
 
 from jaxinfer.scheduler.disk_tier import DiskTier
 from jaxinfer.scheduler.host_tier import HostTier
 from jaxinfer.scheduler.plan import Delete, DiskPage, Fetch, Offload, Save, Transfer, Transferred
 from jaxinfer.scheduler.tree import Frame, Node, Tree
+
+MAX_SAVING = 4
+"""Frames that wait for the disk at once, each with its memory. What comes faster than a disk takes it is forgotten."""
 
 
 class Tiers:
@@ -22,12 +27,18 @@ class Tiers:
         self._tree = tree
         self._fetching: dict[int, tuple[Frame, list[Node]]] = {}  # by ticket
         self._saving: dict[int, list[Node]] = {}  # by ticket
+        self._to_complete: deque[Node] = deque()  # with nodes below them on disk, and not there themselves
         self._num_tickets = 0
 
     @property
     def has_work(self) -> bool:
         """Whether a transfer waits to be planned, or its end to be told."""
-        return bool(self.transfers or self._fetching or self._saving)
+        return bool(self.transfers or self._fetching or self._saving or self._to_complete)
+
+    @property
+    def may_save(self) -> bool:
+        """Whether the disk has so little to do that a frame more can wait for it."""
+        return len(self._saving) < MAX_SAVING
 
     def ticket(self) -> int:
         """A new one."""
@@ -50,7 +61,8 @@ class Tiers:
     def give_up(self, frame: Frame) -> None:
         """Frees a frame. What is nowhere else goes to disk, if there is room, or is forgotten."""
         nodes = [node for node in frame.nodes if node is not None]
-        self.save([node for node in nodes if not node.page], frame)
+        if self.may_save:
+            self.save([node for node in nodes if not node.page], frame)
         for node in nodes:
             if node.frame is not None:  # what is below a lost one is lost with it
                 self.host.drop(node)
@@ -70,16 +82,49 @@ class Tiers:
         ticket = self.ticket()
         for node in wanted:
             self.disk.add(node)
+        for node in wanted:
+            if not any(child.on_disk for child in node.children):
+                self.disk.touch(node)
+            above = node.parent
+            if above is not None and above.parent is not None and not above.on_disk:
+                self._to_complete.append(above)
         self.transfers.append(Save(ticket, frame.number, [(node.index, self.disk.page_of(node)) for node in wanted]))
         self._saving[ticket] = wanted
         return ticket
+
+    def complete_paths(self, step: int) -> None:
+        """Has pages written that others on disk hang from, and could not be found without after a restart.
+
+        step: the plan that is being made: what it fills is not there yet.
+        """
+        while self._to_complete and self.may_save:
+            node = self._to_complete[0]
+            if node.parent is None or node.on_disk or not (node.page or node.frame):
+                self._to_complete.popleft()
+                continue
+            chain = [one for one in islice(node.upwards(), self.host.frame_pages) if not one.on_disk]
+            if node.frame is None and not self._copy(node, chain, step):
+                return  # later
+            assert node.frame is not None
+            if node.frame.num_locks:
+                return
+            if self.save([one for one in chain if one.frame is node.frame], node.frame) is None:
+                self._to_complete.popleft()  # the disk is full
+
+    def _copy(self, node: Node, chain: Sequence[Node], step: int) -> bool:
+        """Copies those of `chain` that are on the device alone to a frame, the first of them being `node`."""
+        wanted = [one for one in chain if one.page and not one.frame and one.ticket is None and one.step < step]
+        if not wanted or wanted[0] is not node or not (frame := self.make_frame()):
+            return False
+        self.offload([one for one in wanted if one.page and not one.frame], frame)
+        return node.frame is not None
 
     def fetch(self, nodes: Sequence[Node]) -> int | None:
         """Has pages read from disk to the host: a frame of the first of `nodes`. None if that cannot be now."""
         wanted = list(nodes[: self.host.frame_pages])
         wanted = wanted[: next((i for i, node in enumerate(wanted) if node.frame or not node.on_disk), len(wanted))]
-        for node in wanted:
-            self.disk.touch(node)
+        if wanted:
+            self.disk.touch(wanted[-1])
         if not wanted or not (frame := self.make_frame()):
             return None
         wanted = [node for node in wanted if node.on_disk]  # to make room may have cost some
@@ -114,16 +159,22 @@ class Tiers:
             self.host.free_if_empty(frame)
 
     def add_from_disk(self, page: DiskPage, parent: Node | None) -> Node | None:
-        """Adds a page that a former server left. None if the tree cannot have it."""
-        above = self._tree.root(page.salt) if parent is None else parent
-        child, common = above.closest(page.tokens)
-        if child is not None and common == min(len(page.tokens), len(child.tokens)) or not self.disk.num_free:
+        """Adds a page that a former server left, be there room or not. None if the tree cannot have it."""
+        above = parent or self._tree.find_root(page.salt)
+        child, common = above.closest(page.tokens) if above else (None, 0)
+        if child is not None and common == min(len(page.tokens), len(child.tokens)):
             self.transfers.append(Delete([page]))  # the beginning of another one, or the other way round
             return None
-        node = self._tree.add(above, page.tokens)
+        node = self._tree.add(parent or self._tree.root(page.salt), page.tokens)
         node.key = page.key
         self.disk.add(node)
         return node
+
+    def keep_to_limit(self) -> None:
+        """Deletes what is on disk beyond its limit, but for what saved sessions need: leaves first."""
+        self.disk.put_in_order(node for node in reversed(self._tree.nodes()) if node.on_disk)
+        while self.disk.num_used > self.disk.num_pages and (oldest := self.disk.oldest()) is not None:
+            self.leave_disk(oldest)
 
     def leave_disk(self, node: Node) -> None:
         """Deletes a page from disk."""

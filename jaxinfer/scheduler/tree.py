@@ -108,6 +108,10 @@ class Tree:
             root = self._roots[salt] = Node(salt, None, ())
         return root
 
+    def find_root(self, salt: str) -> Node | None:
+        """The root of a salt, if it has one."""
+        return self._roots.get(salt)
+
     def walk(self, salt: str, tokens: Sequence[int]) -> tuple[list[Node], Node | None, int]:
         """The full pages that `tokens` begin with; the one that agrees longest with what follows, and how long."""
         node, found, start, size = self._roots.get(salt), [], 0, self.page_size
