@@ -322,3 +322,19 @@ def test_a_save_whose_pages_are_lost_says_so():
     cache.settle()
     assert "was lost while it was saved" in str(outcome(cache))
     assert cache.pool.num_empty == 8
+
+
+def test_pages_that_are_on_their_way_to_the_device_are_not_copied_from_there_for_a_save():
+    cache = Cache(num_frames=8)
+    talk(cache, "a", A[:4])
+    for tokens in (B, C, [token + 100 for token in B]):
+        talk(cache, "b", tokens)
+    assert cache.where(A[:4]) == "H"
+    _, (ticket,) = cache.begin(A[:4])
+    pages = {cache.node(A[:num]).page for num in (2, 4)}
+    cache.tiers.give_up(cache.node(A[:4]).frame)
+    cache.sessions.save("a")
+    assert not any(pages & {*one.pages} for one in of_kind(cache.begun(), Offload))
+    cache.done(ticket)
+    cache.settle()
+    assert isinstance(outcome(cache), SessionInfo)
