@@ -88,7 +88,8 @@ class Admission:
     def _admits(self, seq: Sequence, running: list[Sequence], per_step: int, step: int) -> Hit | None:
         """What the cache has for a sequence that waits; None if there is no room for it now."""
         pool = self._cache.pool
-        if seq.num_in_flight or seq.fetching:
+        fills_pool = len(seq.tokens) >= seq.num_device  # then it has to be alone, even if it shares all pages
+        if seq.num_in_flight or seq.fetching or (fills_pool and pool.num_used):
             return None
         # To match 100,000 tokens takes milliseconds: not in every step in which nothing has changed for the better.
         now, before = self._cache.state, seq.refused

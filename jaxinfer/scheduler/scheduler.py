@@ -189,6 +189,7 @@ class Scheduler:
 
     def describe(self) -> str:
         """What it holds, in some lines for a log."""
+        admitted = [*self._running, *self._admission]
         return report.describe(
             self.cache.pool, self._running, self._admission.waiting, {f.step: f.samplers for f in self._in_flight}
         )
@@ -352,6 +353,7 @@ class Scheduler:
         # There is a token left for it: it has no decode row, so there are fewer of these than max_mixed_tokens.
         while seq is not None:
             if seq.num_computed >= seq.num_device:
+                self._prefilling = seq
                 break
             if seq.has_last_token_only:
                 decodes.append(seq.take_last_token())
@@ -368,7 +370,7 @@ class Scheduler:
                 filled = range(chunk.start // limits.page_size, seq.num_computed // limits.page_size)
                 self.cache.prefix.insert(seq.request.cache_salt, seq.tokens, seq.pages, filled, self.num_steps)
             num_left -= len(chunk.token_ids)
-            seq = self._admit(prefixes) if num_left else None
+            seq = self._admit(prefixes) if num_left and self._prefilling is None else None
         return chunks
 
     def _mixed_limit(self, num_decodes: int, num_waiting: int) -> int:

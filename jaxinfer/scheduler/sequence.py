@@ -83,7 +83,9 @@ class Sequence:
         self.was_admitted = False
         self.finished = False
         self.num_overtaken = 0  # admissions of others that came later, while this one waited
-        self.refused: tuple[int, int] | None = None  # what there was when it was not admitted: see `Scheduler._admits`
+        self.refused: tuple[int, int, int] | None = (
+            None  # what there was when it was not admitted: see `Admission._admits`
+        )
         self.tickets: set[int] = set()  # transfers to be done before its first chunk
         self.fetching: set[int] = set()  # transfers to be done before it is looked at again
         self.was_fetched = False  # whether pages were read from disk for it

@@ -80,7 +80,7 @@ class Node:
 
     def subtree(self) -> list[Node]:
         """This node and all below it, a parent before its children."""
-        found = [self]
+        found: list[Node] = [self]
         for node in found:
             found += node.children
         return found

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from jaxinfer.scheduler.queue import MAX_OVERTAKEN
-from tests.scheduler.fake_device import Harness
+from tests.scheduler.harness import Harness
 from tests.scheduler.test_random_walk import random_limits, submit_random
 
 
@@ -202,7 +202,7 @@ def test_few_that_wait_get_small_chunks_beside_decode_rows_and_many_get_large_on
 def test_a_context_beyond_the_pool_waits_for_all_others_and_then_all_others_wait_for_it():
     harness = Harness(num_pages=4, long_tokens=20, long_chunk=4, prefix_caching=True)
     harness.submit("before", prompt_len=5, max_tokens=6)
-    harness.submit("long", prompt_len=3, max_tokens=20)  # of 22 positions: the pool has 16
+    harness.submit("long", prompt_len=18, max_tokens=4)  # of 21 positions: the pool has 16
     harness.submit("behind", prompt_len=3, max_tokens=6)
     together = set()
     while harness.scheduler.has_work:
@@ -213,3 +213,17 @@ def test_a_context_beyond_the_pool_waits_for_all_others_and_then_all_others_wait
             harness.submit("last", prompt_len=3, max_tokens=6)
     harness.drain()
     assert ("long",) in together and not any("long" in names and len(names) > 1 for names in together)
+
+
+def test_a_context_that_may_outgrow_the_pool_runs_beside_others_until_it_does():
+    harness = Harness(num_pages=6, long_tokens=20, long_chunk=4, prefix_caching=True)
+    harness.submit("chat", prompt_len=3, max_tokens=30)  # of 32 positions: the pool has 24
+    harness.submit("other", prompt_len=3, max_tokens=30)
+    beside = 0
+    while harness.scheduler.has_work:
+        harness.step()
+        beside += harness.scheduler.num_running == 2
+    harness.drain()
+    assert beside >= 8
+    longs = [plan.long.request.request_id for plan in harness.plans if plan.long]
+    assert set(longs) == {"chat", "other"}

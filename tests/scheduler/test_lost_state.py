@@ -3,7 +3,7 @@
 import pytest
 
 from jaxinfer.types import FinishReason
-from tests.scheduler.fake_device import Harness
+from tests.scheduler.harness import Harness
 
 
 def under_way(**limits: int) -> Harness:

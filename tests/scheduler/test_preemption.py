@@ -4,7 +4,7 @@ import pytest
 
 from jaxinfer.scheduler.plan import StepPlan
 from jaxinfer.types import FinishReason
-from tests.scheduler.fake_device import Harness
+from tests.scheduler.harness import Harness
 
 
 def run_until_preempted(harness: Harness) -> StepPlan:

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from jaxinfer.scheduler.plan import CachedPrefix, PrefillChunk
-from tests.scheduler.fake_device import Harness
+from tests.scheduler.harness import Harness
 from tests.scheduler.test_random_walk import submit_random
 
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
 from jaxinfer.types import InvalidRequest, SessionInfo
-from tests.scheduler.fake_device import VOCAB, Harness
+from tests.scheduler.fake_device import VOCAB
+from tests.scheduler.harness import Harness
 
 SESSIONS = ("s", "t", "u")
 ACTIONS = ("save", "load", "delete")

@@ -7,7 +7,8 @@ import pytest
 from jaxinfer.scheduler.plan import DecodeRow, StepPlan, StepResult
 from jaxinfer.scheduler.scheduler import Scheduler
 from jaxinfer.types import FinishReason, Request, TokenEvent, TokenLogprobs
-from tests.scheduler.fake_device import Harness, make_limits
+from tests.scheduler.fake_device import make_limits
+from tests.scheduler.harness import Harness
 
 
 def make_request(name: str = "a", prompt_len: int = 3, **fields: object) -> Request:

@@ -162,7 +162,7 @@ def test_a_page_that_fails_after_the_list_of_tokens_was_begun_fails_the_save():
     assert cache.sessions.info("a").saved is False
 
 
-def test_a_list_of_tokens_that_cannot_be_written_is_deleted_with_what_an_earlier_save_left():
+def test_a_list_of_tokens_that_cannot_be_written_leaves_what_was_saved_before():
     cache = Cache()
     talk(cache, "a", A[:4])
     save(cache, "a")
@@ -173,7 +173,11 @@ def test_a_list_of_tokens_that_cannot_be_written_is_deleted_with_what_an_earlier
             cache.done(one.ticket)
     cache.done(lists[0].ticket, "a")
     assert isinstance(outcome(cache), RuntimeError)
-    assert cache.sessions.info("a").saved is False
+    assert cache.sessions.info("a").saved
+    assert cache.sessions.load("a").num_tokens == 4
+    saved = [node for node in cache._tree.nodes() if node.num_saves]
+    assert saved == cache._tree.path("", A[:4])
+    cache.sessions.delete("a")
     assert of_kind(cache.settle(), DeleteSession) == [DeleteSession("a")]
     assert all(not node.num_saves for node in cache._tree.nodes())
 

@@ -3,7 +3,8 @@ import pytest
 from jaxinfer.config import ConfigError
 from jaxinfer.scheduler.scheduler import Scheduler
 from jaxinfer.types import FinishReason, InvalidRequest, QueueFull
-from tests.scheduler.fake_device import Harness, make_limits
+from tests.scheduler.fake_device import make_limits
+from tests.scheduler.harness import Harness
 
 
 def test_a_full_queue_refuses_with_the_number_that_waits():
