@@ -15,9 +15,9 @@ REFUSED = [
     ({"kv_disk_gib": -2.5}, "kv_disk_gib is -2.5; it must be above 0 and at most 1048576 GiB"),
     ({"kv_disk_gib": float("nan")}, "kv_disk_gib is nan; it must be above 0 and at most 1048576 GiB"),
     ({"kv_disk_gib": float("inf")}, "kv_disk_gib is inf; it must be above 0 and at most 1048576 GiB"),
-    ({"step_timeout_s": 0}, "step_timeout_s is 0; it must be above 0 and at most 86400 seconds"),
-    ({"step_timeout_s": float("nan")}, "step_timeout_s is nan; it must be above 0 and at most 86400 seconds"),
-    ({"step_timeout_s": float("inf")}, "step_timeout_s is inf; it must be above 0 and at most 86400 seconds"),
+    ({"step_timeout_s": 0}, "step_timeout_s is 0; it must be from 0.01 to 86400 seconds"),
+    ({"step_timeout_s": float("nan")}, "step_timeout_s is nan; it must be from 0.01 to 86400 seconds"),
+    ({"step_timeout_s": float("inf")}, "step_timeout_s is inf; it must be from 0.01 to 86400 seconds"),
     (
         {"kv_host_gib": 4, "enable_prefix_caching": False},
         "kv_host_gib is 4 and enable_prefix_caching is False; only pages of the prefix cache leave the device, so it "

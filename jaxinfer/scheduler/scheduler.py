@@ -191,7 +191,7 @@ class Scheduler:
         """What it holds, in some lines for a log."""
         admitted = [*self._running, *self._admission]
         return report.describe(
-            self.cache.pool, self._running, self._admission.waiting, {f.step: f.samplers for f in self._in_flight}
+            self.cache.pool, admitted, [*self._admission.waiting], {f.step: f.samplers for f in self._in_flight}
         )
 
     def next_plan(self) -> StepPlan | None:

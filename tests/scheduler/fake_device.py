@@ -8,8 +8,8 @@ at once, whatever it would sample from it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from jaxinfer.config import SchedulerLimits
 from jaxinfer.scheduler.plan import (
@@ -86,6 +86,13 @@ Page = dict[int, tuple[int, int]]
 """By offset, what FakeDevice.cells has of a page."""
 
 
+class SavedList(NamedTuple):
+    """Where the list of a session's pages goes."""
+
+    session_id: str
+    keys: Sequence[str]
+
+
 class FakeDevice:
     """Runs plans in order. The prefixes of a plan come before its step, in which all rows write before any reads.
 
@@ -100,6 +107,7 @@ class FakeDevice:
         self.frames: dict[int, list[Page]] = {}
         self.disk: dict[str, tuple[DiskPage, Page]] = {}
         self.manifests: dict[str, Mapping[str, Any]] = {}  # by session
+        self.unwritten: set[str] = set()  # keys of pages whose writing failed
         self.behind: dict[int, tuple[int, int]] = {}  # position -> what cells has, of the context that outgrew the pool
         self.pending: dict[int, list[tuple[object, object]]] = {}  # by ticket: what is still to be done
 
@@ -124,11 +132,12 @@ class FakeDevice:
                 case Save(ticket, frame, pages):
                     self.pending[ticket] = [(page.key, {}) for _, page in pages]
                     for index, page in pages:
+                        self.unwritten.discard(page.key)
                         self.disk[page.key] = page, self.frames[frame][index]
                     assert len(self.disk) <= self.limits.num_disk_pages
                 case SaveSession(ticket, session_id, manifest, keys):
                     assert {*keys} <= {*self.disk}
-                    self.pending[ticket] = [(session_id, manifest)]
+                    self.pending[ticket] = [(SavedList(session_id, keys), manifest)]
                 case DeleteSession(session_id):
                     self.manifests.pop(session_id, None)
                 case Fetch(ticket, frame, pages):
@@ -166,10 +175,15 @@ class FakeDevice:
                     self.cells[target, offset] = cell
                 continue
             if isinstance(target, str):
-                if fails:
+                if fails and i:
                     failed.add(target)
+                    self.unwritten.add(target)
+                continue
+            if isinstance(target, SavedList):
+                if fails or not {*target.keys} <= {*self.disk} - self.unwritten:
+                    failed.add(target.session_id)
                 else:
-                    self.manifests[target] = content
+                    self.manifests[target.session_id] = content
                 continue
             assert isinstance(target, tuple)
             frame, index, key = target
