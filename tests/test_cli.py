@@ -161,7 +161,7 @@ def refusal(args, capsys):
         (["--max-model-len", "1"], "max_model_len is 1; it must be at least 2"),
         (["--kv-host-gib", "nan"], "kv_host_gib is nan; it must be from 0 to 1048576 GiB"),
         (["--kv-disk-dir", "kv"], "kv_disk_dir is 'kv' and kv_host_gib is 0.0; pages go to disk by way of the host's"),
-        (["--step-timeout-s", "0"], "step_timeout_s is 0.0; it must be above 0 and at most 86400 seconds"),
+        (["--step-timeout-s", "0"], "step_timeout_s is 0.0; it must be from 0.01 to 86400 seconds"),
     ],
 )
 def test_configuration_that_cannot_work_is_refused_in_one_line(command, args, message, capsys):

@@ -256,10 +256,8 @@ class Scheduler:
             self._remove(self._ended.pop())
 
     def check_integrity(self) -> None:
-        """Raises PageError or RuntimeError unless pages, slots, queues and planned counts agree. O(pages + tokens).
-
-        Once it is tidy.
-        """
+        """Tidies; raises PageError or RuntimeError unless pages, slots, queues and counts agree. O(pages + tokens)."""
+        self.tidy()
         admitted = [*self._running, *self._admission]
         self.cache.check_integrity((seq.request.cache_salt, seq.known_in_cache(), seq.pages) for seq in admitted)
         held = [seq.slot for seq in admitted]

@@ -36,7 +36,7 @@ def test_a_saved_session_goes_on_after_a_restart(start, plain, ids, tmp_path):
     assert llm.session_manifest("chat").saved is False
     info = llm.save_session("chat")
     assert (info.num_tokens, info.num_pages, info.num_cached_tokens, info.saved) == (155, NUM_PAGES, 155, True)
-    assert info.num_bytes == NUM_PAGES * 8192
+    assert info.num_bytes == NUM_PAGES * (8192 + 4096)
     assert llm.session_manifest("chat") == info
     assert len(files(tmp_path / "kv")) == NUM_PAGES
     assert files(tmp_path / "kv", "sessions") == {"chat.json"}
@@ -107,7 +107,7 @@ def test_a_session_is_saved_while_other_requests_run(start, plain, ids):
     thread.start()
     infos = [llm.save_session("a") for _ in range(3)]
     thread.join(60)
-    assert all(info.saved and info.num_bytes == NUM_PAGES * 8192 for info in infos)
+    assert all(info.saved and info.num_bytes == NUM_PAGES * (8192 + 4096) for info in infos)
     assert tokens_of(found) == tokens_of(plain.generate(others, GREEDY))
     check(llm)
     llm.close()
@@ -131,7 +131,7 @@ def test_a_save_that_finds_the_disk_full_fails_alone(start, plain, ids, monkeypa
     assert llm.session_manifest("a").saved is False
     assert llm.stats().num_disk_pages_used == 0 == len(files(tmp_path / "kv"))
     assert same(llm, plain, [prompt], session("a"))[0] > 0
-    assert llm.save_session("a").num_bytes == NUM_PAGES * 8192
+    assert llm.save_session("a").num_bytes == NUM_PAGES * (8192 + 4096)
 
 
 def test_a_session_larger_than_the_disk_tier_is_not_saved_and_says_why(start, plain, ids):

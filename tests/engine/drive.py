@@ -64,7 +64,6 @@ def drive(
             output.tokens += event.token_ids
             output.logprobs += event.logprobs or ()
             output.finish_reason = event.finish_reason
-        engine._scheduler.tidy()
         engine._scheduler.check_integrity()
         step += 1
         assert step < 10_000, "the engine does not come to an end"

@@ -86,7 +86,6 @@ def run(engine, submitted) -> tuple[dict[str, list[int]], dict[str, str]]:
             found[event.request_id] += event.token_ids
             if event.finish_reason is FinishReason.ERROR:
                 errors[event.request_id] = event.error
-        engine._scheduler.tidy()
         engine._scheduler.check_integrity()
     return found, errors
 
@@ -147,7 +146,6 @@ def test_work_that_nothing_comes_of_ends_in_errors_those_that_wait_too(engine, m
         expected, "nothing could be computed for 0.5 s (step_timeout_s)"
     )
     assert "2 sequences run, 2 wait" in caplog.text
-    engine._scheduler.tidy()
     engine._scheduler.check_integrity()
     assert engine.stats().num_stuck_steps == before.num_stuck_steps + 1
     monkeypatch.setattr(engine._scheduler, "next_plan", real)

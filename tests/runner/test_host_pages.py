@@ -203,7 +203,7 @@ def test_pages_that_cannot_be_read_or_written_are_told_by_their_keys(on_disk, mo
     on_disk.check(p30=2)
     monkeypatch.setattr(DiskPages, "write", full)
     monkeypatch.setattr(DiskPages, "write_manifest", full)
-    on_disk.ask(Save(4, 0, [(0, page(1)), (2, page(3))]), SaveSession(5, "s", {}))
+    on_disk.ask(Save(4, 0, [(0, page(1)), (2, page(3))]), SaveSession(5, "s", {}, ()))
     ends = on_disk.wait_for(4, 5)
     assert ends == [Transferred(4, frozenset({page(1).key, page(3).key})), Transferred(5, frozenset({"s"}))]
     assert on_disk.num_disk_writes == 2
@@ -217,7 +217,11 @@ def test_closing_waits_for_what_is_being_written(on_disk, tmp_path, monkeypatch)
         real(*args)
 
     monkeypatch.setattr(DiskPages, "write", slowly)
-    on_disk.ask(Offload(0, [1, 2, 3]), Save(1, 0, [(i, page(i + 1)) for i in range(3)]), SaveSession(2, "s", {"a": 1}))
+    on_disk.ask(
+        Offload(0, [1, 2, 3]),
+        Save(1, 0, [(i, page(i + 1)) for i in range(3)]),
+        SaveSession(2, "s", {"a": 1}, [page(i + 1).key for i in range(3)]),
+    )
     on_disk.close()
     again = DiskPages.open(tmp_path, fingerprint=MODEL, page_shape=(2, 2, *PAGE), dtype="float32", limit_bytes=10**9)
     assert {one.key for one in again.pages()} == {page(i + 1).key for i in range(3)}

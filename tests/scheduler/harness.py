@@ -67,7 +67,6 @@ class Harness:
 
     def apply(self) -> list[TokenEvent]:
         events = self.scheduler.apply(self.results.popleft())
-        self.scheduler.tidy()
         for event in events:
             self._record(event)
         self.scheduler.check_integrity()
