@@ -138,12 +138,16 @@ def test_every_front_end_takes_priorities_and_sessions_and_asks_the_engine_for_t
     for _ in range(NUM_FRONT_ENDS):  # a connection each, so each on the next front end
         ask = SHORT | {"priority": -1, "session_id": "chat-1"}
         assert httpx.post(server.url + "/v1/completions", json=ask, timeout=30).status_code == 200
-    for method, path in (("POST", "/save"), ("POST", "/load"), ("DELETE", "")):
+    for path in ("/save", "/load"):
         for _ in range(NUM_FRONT_ENDS):
-            reply = httpx.request(method, f"{server.url}/v1/sessions/chat-1{path}", timeout=30)
+            reply = httpx.post(f"{server.url}/v1/sessions/chat-1{path}", timeout=30)
             assert reply.status_code == 400
             error = reply.json()["error"]
             assert "--kv-host-gib" in error["message"] and "--kv-disk-dir" in error["message"]
+    url = f"{server.url}/v1/sessions/chat-1"
+    assert [httpx.delete(url, timeout=30).status_code for _ in range(NUM_FRONT_ENDS)] == [200] + [404] * (
+        NUM_FRONT_ENDS - 1
+    )
 
 
 def test_metrics_are_those_of_the_whole_server_whichever_front_end_is_asked(serve):

@@ -14,7 +14,8 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from jaxinfer.api import LLM
 from jaxinfer.text.chat_template import ChatTemplate
-from jaxinfer.types import FinishReason, InvalidRequest, SamplingParams
+from jaxinfer.text.output import OutputLogprob
+from jaxinfer.types import FinishReason, InvalidRequest, SamplingParams, UnknownSession
 
 # Printable ASCII, then bytes that make up "é" and "😀", so that outputs hold parts of characters.
 TEXT = bytes(range(0x20, 0x7F)).decode() + "\né😀"
@@ -132,7 +133,16 @@ def test_a_stream_joined_is_the_whole_output(llm, prompt, sampling):
     assert [delta.finish_reason for delta in deltas[:-1]] == [None] * (len(deltas) - 1)
     assert deltas[-1].finish_reason == expected.finish_reason
     if sampling.logprobs is not None:
-        assert [logprob for delta in deltas for logprob in delta.logprobs or ()] == expected.logprobs
+        # The second run finds its prompt cached and computes its last token in another step: rounded otherwise.
+        streamed = [logprob for delta in deltas for logprob in delta.logprobs or ()]
+        (words, numbers), (expected_words, expected_numbers) = parts(streamed), parts(expected.logprobs)
+        assert words == expected_words and numbers == pytest.approx(expected_numbers, abs=1e-4)
+
+
+def parts(logprobs: list[OutputLogprob]) -> tuple[list, list[float]]:
+    """What is exact, and the numbers."""
+    words = [(one.token_id, one.token, one.bytes, one.text_offset, [t[:3] for t in one.top]) for one in logprobs]
+    return words, [number for one in logprobs for number in (one.logprob, *(t.logprob for t in one.top))]
 
 
 def test_closing_a_stream_early_frees_its_pages(llm):
@@ -243,13 +253,21 @@ def test_a_session_has_one_prompt_so_several_are_refused_before_any_runs(llm):
     assert len(llm.generate(PROMPTS[:3], [one, other, GREEDY])) == 3
 
 
-@pytest.mark.parametrize("name", ["save_session", "load_session", "delete_session"])
+@pytest.mark.parametrize("name", ["save_session", "load_session"])
 def test_sessions_without_a_disk_tier_are_refused_with_what_gives_one(llm, name):
     act = getattr(llm, name)
     with pytest.raises(InvalidRequest, match=r"no disk tier; .*--kv-host-gib .*--kv-disk-dir"):
         act("chat-1")
     with pytest.raises(InvalidRequest, match=r"session_id is '\.\./x'; it must have 1 to 128"):
         act("../x")
+
+
+def test_a_session_in_memory_can_be_deleted_without_a_disk_tier(llm):
+    llm.generate("Once upon a time there was", dataclasses.replace(GREEDY, session_id="chat-2"))
+    assert not llm.session_manifest("chat-2").saved
+    llm.delete_session("chat-2")
+    with pytest.raises(UnknownSession, match="there is no session 'chat-2'"):
+        llm.delete_session("chat-2")
 
 
 def test_priority_changes_no_token(llm):

@@ -30,7 +30,7 @@ def start(config=CONFIG):
 def kept(tmp_path, monkeypatch):
     """Steps are kept, though the run of the tests has JAX's cache switched off."""
     folder = tmp_path / "steps"
-    monkeypatch.setattr(build, "_open_executables", lambda _: DiskCache.open(folder))
+    monkeypatch.setattr(build, "open_executables", lambda _: DiskCache.open(folder))
     monkeypatch.setattr(executables, "changed_source", lambda *_: None)
     return folder
 
@@ -91,7 +91,7 @@ def test_nothing_is_kept_where_the_user_wants_no_cache(directory, switch):
     before = jax.config.jax_enable_compilation_cache
     jax.config.update("jax_enable_compilation_cache", switch)
     try:
-        assert build._open_executables(EngineConfig(compile_cache_dir=directory)) is None
+        assert build.open_executables(EngineConfig(compile_cache_dir=directory)) is None
     finally:
         jax.config.update("jax_enable_compilation_cache", before)
 
@@ -111,7 +111,7 @@ def settings_of_jax():
 def test_steps_are_kept_beside_jaxs_own_cache(tmp_path):
     config = EngineConfig(compile_cache_dir=str(tmp_path))
     build.set_up_jax(config)
-    assert build._open_executables(config) is not None
+    assert build.open_executables(config) is not None
     assert (tmp_path / "steps").is_dir() and jax.config.jax_compilation_cache_dir == str(tmp_path)
 
 
@@ -120,7 +120,7 @@ def test_folder_that_others_can_write_to_is_used_neither_for_steps_nor_by_jax(tm
     tmp_path.chmod(0o777)
     config = EngineConfig(compile_cache_dir=str(tmp_path))
     build.set_up_jax(config)
-    assert build._open_executables(config) is None and jax.config.jax_compilation_cache_dir is None
+    assert build.open_executables(config) is None and jax.config.jax_compilation_cache_dir is None
     assert caplog.text.count("others can write to") == 1 and not list(tmp_path.iterdir())
 
 
