@@ -13,9 +13,8 @@ MAX_COUNT = 2**30
 """Most of anything that is counted: devices count in 32 bits."""
 MAX_GIB = 2**20
 """Most memory or disk, in GiB: a pebibyte."""
-MIN_TIMEOUT_S = 0.01
-MAX_TIMEOUT_S = 86400.0
-"""Longest time limit, in seconds: a day."""
+MIN_TIMEOUT_S, MAX_TIMEOUT_S = 0.01, 86400.0
+"""Shortest and longest time limit, in seconds: less than many a step takes, and a day."""
 MAX_FRONT_ENDS = 64
 """Most front-end processes of a server."""
 

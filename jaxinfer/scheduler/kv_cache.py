@@ -48,11 +48,6 @@ class KvCache:
         return self.tiers.has_work or self.prefix.has_work or self.sessions.has_work
 
     @property
-    def num_free(self) -> int:
-        """Pages that no sequence holds."""
-        return self.pool.num_free
-
-    @property
     def state(self) -> tuple[int, int, int]:
         """While none of these is higher than before, there is no more room, and no hit is better."""
         return self.pool.num_free, self.prefix.num_added, self.tiers.num_fetched
