@@ -18,8 +18,8 @@ from jaxinfer.runner.page_file import BLOCK_BYTES
 from jaxinfer.runner.step import StepBuilder
 
 FRAME_BYTES = 2**27
-"""Most that a frame has, which is 64 to 128 MiB where pages are small enough. The host spends 0.9 ms on each frame that
-comes back, and a copy of 75 MB takes 1.4 (H200): with frames of 38 MB it was the host that one waited for."""
+"""Most that a frame has. The host spends 0.9 ms on each frame that comes back, and a copy of 75 MB takes 1.4 (H200):
+with frames of 38 MB it was the host that one waited for."""
 MAX_FRAME_PAGES = 64
 CGROUP = Path("/sys/fs/cgroup")
 POOL_SHARE = 8
@@ -141,5 +141,4 @@ def open_disk(config: EngineConfig, checkpoint: Checkpoint, builder: StepBuilder
         fingerprint=fingerprint(checkpoint, dtype=dtype, seed=config.seed),
         page_shape=(2, num_layers, *page),
         dtype=dtype,
-        limit_bytes=int(config.kv_disk_gib * 2**30),
     )

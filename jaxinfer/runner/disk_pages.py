@@ -60,10 +60,9 @@ class DiskPages:
     once that concern the same page, one comes first, and reading a page that is being removed gives None.
     """
 
-    def __init__(self, folder: Path, layout: PageLayout, limit_bytes: int, lock_fd: int):
+    def __init__(self, folder: Path, layout: PageLayout, lock_fd: int):
         """Use `open`."""
         self.folder = folder
-        self.limit_bytes = limit_bytes
         self._layout = layout
         self._lock_fd = lock_fd
         self._pages_folder = folder / "pages"
@@ -73,13 +72,11 @@ class DiskPages:
         self._lock = threading.Lock()  # over these two
 
     @classmethod
-    def open(
-        cls, folder: Path, *, fingerprint: str, page_shape: tuple[int, ...], dtype: str, limit_bytes: int
-    ) -> DiskPages:
+    def open(cls, folder: Path, *, fingerprint: str, page_shape: tuple[int, ...], dtype: str) -> DiskPages:
         """The tier of the model `fingerprint` (64 hexadecimal digits) in `folder`, which is made for this user alone.
 
         ConfigError if the folder cannot be made or locked, if others can write to it, or if another server holds it.
-        limit_bytes: of this model's pages; nobody but `room_for` keeps to it.
+        How many pages there may be is the caller's business.
         """
         if not _DIGEST.fullmatch(fingerprint):
             raise ValueError(f"fingerprint {fingerprint!r} is not 64 hexadecimal digits")
@@ -95,7 +92,7 @@ class DiskPages:
             lock_fd = _lock(own)
         except OSError as error:
             raise ConfigError(f"--kv-disk-dir {folder} cannot be used: {error}") from error
-        made = cls(own, layout, limit_bytes, lock_fd)
+        made = cls(own, layout, lock_fd)
         made._delete_partial()
         return made
 
@@ -119,10 +116,6 @@ class DiskPages:
     def num_pages(self) -> int:
         """That are known."""
         return len(self._known)
-
-    def room_for(self, num_pages: int) -> bool:
-        """Whether the limit leaves room for that many more pages."""
-        return self._num_bytes + num_pages * self._layout.file_bytes <= self.limit_bytes
 
     def pages(self) -> list[DiskPage]:
         """Looks through the folder, and forgets what was known before.

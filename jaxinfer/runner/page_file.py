@@ -43,11 +43,6 @@ class PageLayout(NamedTuple):
         """Of a page without its header."""
         return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
-    @property
-    def file_bytes(self) -> int:
-        """Of a page's file, unless its salt is so long that the header takes another block."""
-        return BLOCK_BYTES + self.data_bytes
-
     def __str__(self) -> str:
         return f"{self.dtype.name}{list(self.shape)}"
 

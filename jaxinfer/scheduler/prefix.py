@@ -282,6 +282,8 @@ class PrefixCache:
         self._tiers.lose_host()
         for node in self._tree.nodes():
             self._tiers.remove_if_lost(node)
+        for node in self._to_copy:
+            node.is_queued = False
         self._to_copy.clear()
         self._nodes.clear()
         self._unheld.clear()

@@ -111,3 +111,11 @@ def save_with_context(source: Path, folder: Path, max_model_len: int) -> Path:
     config = json.loads((source / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": max_model_len}))
     return folder
+
+
+def requests(num: int) -> list[Request]:
+    """Of 20 tokens each, which begin alike."""
+    prompt = [7 * i % 120 for i in range(18)]
+    return [
+        Request(request_id=f"r{i}", prompt_ids=(*prompt, i, i + 1), max_tokens=12, temperature=0.0) for i in range(num)
+    ]

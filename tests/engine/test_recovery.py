@@ -6,8 +6,8 @@ import jax
 import pytest
 
 from jaxinfer.engine.engine import MAX_FAILURES
-from jaxinfer.types import FinishReason, Request
-from tests.engine.drive import GOLDEN, build, drive
+from jaxinfer.types import FinishReason
+from tests.engine.drive import GOLDEN, build, drive, requests
 
 
 @pytest.fixture(scope="module")
@@ -15,14 +15,6 @@ def engine():
     engine = build(GOLDEN / "qwen3", page_size=8, num_pages=24, max_num_seqs=2, max_num_batched_tokens=16)
     yield engine
     engine.close()
-
-
-def requests(num: int) -> list[Request]:
-    """Of 20 tokens each, which begin alike."""
-    prompt = [7 * i % 120 for i in range(18)]
-    return [
-        Request(request_id=f"r{i}", prompt_ids=(*prompt, i, i + 1), max_tokens=12, temperature=0.0) for i in range(num)
-    ]
 
 
 def lose_state(runner) -> None:

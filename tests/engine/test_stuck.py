@@ -15,8 +15,8 @@ from jaxinfer.engine.engine import MAX_FAILURES
 from jaxinfer.engine.local import LocalEngine
 from jaxinfer.engine.process import EngineProcess
 from jaxinfer.runner.runner import StuckStep
-from jaxinfer.types import EngineDead, FinishReason, Request
-from tests.engine.drive import GOLDEN, build, drive
+from jaxinfer.types import EngineDead, FinishReason
+from tests.engine.drive import GOLDEN, build, drive, requests
 from tests.engine.test_process import Events
 
 TIMEOUT_S = 0.5
@@ -41,13 +41,6 @@ def engine():
     engine = build(GOLDEN / "qwen3", page_size=8, **options)
     yield engine
     engine.close()
-
-
-def requests(num: int) -> list[Request]:
-    prompt = [7 * i % 120 for i in range(18)]
-    return [
-        Request(request_id=f"r{i}", prompt_ids=(*prompt, i, i + 1), max_tokens=12, temperature=0.0) for i in range(num)
-    ]
 
 
 def tokens(outputs) -> dict[str, list[int]]:

@@ -31,7 +31,7 @@ def open_pages(tmp_path):
 
         def make(**settings):
             stack.close()
-            given = {"fingerprint": MODEL, "page_shape": SHAPE, "dtype": "float32", "limit_bytes": 2**20} | settings
+            given = {"fingerprint": MODEL, "page_shape": SHAPE, "dtype": "float32"} | settings
             made = DiskPages.open(tmp_path / "kv", **given)
             stack.callback(made.close)
             return made
@@ -238,12 +238,11 @@ def test_parents_come_first_and_then_what_was_used_least_recently(open_pages):
 
 def test_bytes_are_counted_as_pages_come_and_go(open_pages):
     size = 4096 + 96
-    pages = open_pages(limit_bytes=3 * size)
-    assert pages.num_bytes == 0 and pages.room_for(3) and not pages.room_for(4)
+    pages = open_pages()
+    assert pages.num_bytes == 0
     for one in (FIRST, SECOND, FIRST):
         pages.write(one, data())
     assert pages.num_bytes == 2 * size == sum(path.stat().st_size for path in (pages.folder / "pages").iterdir())
-    assert pages.room_for(1) and not pages.room_for(2)
     pages = open_pages()
     assert pages.num_bytes == 0 and len(pages.pages()) == 2 and pages.num_bytes == 2 * size
     for _ in range(2):
@@ -255,7 +254,7 @@ def test_bytes_are_counted_as_pages_come_and_go(open_pages):
 
 
 def test_two_servers_of_a_model_do_not_share_a_folder_but_two_models_do(tmp_path):
-    settings = {"page_shape": SHAPE, "dtype": "float32", "limit_bytes": 1}
+    settings = {"page_shape": SHAPE, "dtype": "float32"}
     first = DiskPages.open(tmp_path, fingerprint=MODEL, **settings)
     with pytest.raises(ConfigError, match=rf"another server of this model uses {tmp_path}.*another --kv-disk-dir"):
         DiskPages.open(tmp_path, fingerprint=MODEL, **settings)
@@ -269,12 +268,12 @@ def test_the_lock_of_a_server_that_was_killed_is_free(tmp_path):
     code = (
         "import sys, pathlib, os, signal; from jaxinfer.runner.disk_pages import DiskPages\n"
         f"p = DiskPages.open(pathlib.Path(sys.argv[1]), fingerprint={MODEL!r}, page_shape=(1,), dtype='bfloat16', "
-        "limit_bytes=1); assert 'jax' not in sys.modules; os.kill(os.getpid(), signal.SIGKILL)"
+        "); assert 'jax' not in sys.modules; os.kill(os.getpid(), signal.SIGKILL)"
     )
     root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", code, tmp_path], cwd=root, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (-9, "")
-    DiskPages.open(tmp_path, fingerprint=MODEL, page_shape=(1,), dtype="bfloat16", limit_bytes=1).close()
+    DiskPages.open(tmp_path, fingerprint=MODEL, page_shape=(1,), dtype="bfloat16").close()
 
 
 def test_a_folder_that_others_can_write_to_or_that_cannot_be_made_is_refused(tmp_path, open_pages):
@@ -286,7 +285,7 @@ def test_a_folder_that_others_can_write_to_or_that_cannot_be_made_is_refused(tmp
             open_pages()
         folder.chmod(0o700)
     (tmp_path / "file").write_text("")
-    settings = {"page_shape": SHAPE, "dtype": "float32", "limit_bytes": 1}
+    settings = {"page_shape": SHAPE, "dtype": "float32"}
     with pytest.raises(ConfigError, match="--kv-disk-dir .*/file cannot be used: "):
         DiskPages.open(tmp_path / "file", fingerprint=MODEL, **settings)
     with pytest.raises(ValueError, match="'../../etc' is not 64 hexadecimal digits"):

@@ -96,7 +96,7 @@ def tier():
 
 @pytest.fixture
 def disk(tmp_path):
-    return DiskPages.open(tmp_path, fingerprint=MODEL, page_shape=(2, 2, *PAGE), dtype="float32", limit_bytes=10**9)
+    return DiskPages.open(tmp_path, fingerprint=MODEL, page_shape=(2, 2, *PAGE), dtype="float32")
 
 
 @pytest.fixture
@@ -209,6 +209,16 @@ def test_pages_that_cannot_be_read_or_written_are_told_by_their_keys(on_disk, mo
     assert on_disk.num_disk_writes == 2
 
 
+def test_a_session_whose_files_are_gone_is_not_listed(on_disk, tmp_path):
+    on_disk.ask(Offload(0, [1, 2]), Save(1, 0, [(0, page(1)), (1, page(2))]))
+    on_disk.wait_for(1)
+    (gone,) = tmp_path.rglob(page(2).key)
+    gone.unlink()
+    on_disk.ask(SaveSession(2, "s", {}, [page(1).key, page(2).key]))
+    assert on_disk.wait_for(2) == [Transferred(2, frozenset({page(2).key}))]
+    assert not list(tmp_path.rglob("s.json"))
+
+
 def test_closing_waits_for_what_is_being_written(on_disk, tmp_path, monkeypatch):
     real = DiskPages.write
 
@@ -223,7 +233,7 @@ def test_closing_waits_for_what_is_being_written(on_disk, tmp_path, monkeypatch)
         SaveSession(2, "s", {"a": 1}, [page(i + 1).key for i in range(3)]),
     )
     on_disk.close()
-    again = DiskPages.open(tmp_path, fingerprint=MODEL, page_shape=(2, 2, *PAGE), dtype="float32", limit_bytes=10**9)
+    again = DiskPages.open(tmp_path, fingerprint=MODEL, page_shape=(2, 2, *PAGE), dtype="float32")
     assert {one.key for one in again.pages()} == {page(i + 1).key for i in range(3)}
     assert again.manifests() == {"s": {"a": 1}}
     np.testing.assert_array_equal(again.read(page(2).key)[0], filled().k_pages[:, 2])

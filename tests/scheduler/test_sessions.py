@@ -342,3 +342,15 @@ def test_pages_that_are_on_their_way_to_the_device_are_not_copied_from_there_for
     cache.done(ticket)
     cache.settle()
     assert isinstance(outcome(cache), SessionInfo)
+
+
+def test_load_brings_back_what_was_saved_under_its_own_salt():
+    cache = Cache()
+    cache.keep(A, "alice")
+    cache.sessions.update("a", "alice", tuple(A))
+    save(cache, "a")
+    cache.keep(B, "bob")
+    cache.sessions.update("a", "bob", tuple(B))
+    info = cache.sessions.load("a")
+    assert (info.num_tokens, info.num_cached_tokens) == (len(A), len(A))
+    assert len(cache.sessions) == 1
