@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from checkpoints import orbax_store
 from checkpoints.resolve import resolve
 from jaxinfer.build import REFUSALS as REFUSALS
-from jaxinfer.build import Progress, build_engine, load_params
+from jaxinfer.build import Progress, build_engine, load_params, tensor_names
 from jaxinfer.config import DEFAULT_MODEL, EngineConfig
 from jaxinfer.engine.local import LocalEngine
 from jaxinfer.found import find_model
@@ -281,7 +281,7 @@ def convert(model: str, out: str, *, revision: str | None = None, dtype: str = "
     """
     config = EngineConfig(model=model, revision=revision, dtype=dtype)
     checkpoint = resolve(config.model, revision=config.revision)
-    described = registry.from_config(checkpoint.config)
+    described = registry.from_config(checkpoint.config, tensor_names(checkpoint))
     if dtype == "auto":
         dtype = str(checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype") or "float32")
     shardings = rules.shardings(described.specs, rules.make_mesh(1))

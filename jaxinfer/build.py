@@ -7,7 +7,7 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -89,7 +89,7 @@ def build_engine(config: EngineConfig, found: Found | None = None, *, show_progr
         max_mixed_tokens=_max_mixed_tokens(config, buckets, runner.times_ms, mesh),
         calm_mixed_tokens=_calm_mixed_tokens(buckets, runner.times_ms, mesh),
         max_waiting=config.max_waiting,
-        prefix_caching=config.enable_prefix_caching,
+        prefix_caching=config.enable_prefix_caching and builder.model.recurrent is None,
         num_frames=tiers.num_frames,
         frame_pages=max(tiers.frame_pages, 1),
         restore_ms=runner.restore_ms,
@@ -118,13 +118,40 @@ def build_engine(config: EngineConfig, found: Found | None = None, *, show_progr
 
 def make_builder(config: EngineConfig, checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> StepBuilder:
     """What makes the steps of a model; of its shape, the number of pages is still to be found."""
-    model = registry.from_config(checkpoint.config)
+    model = registry.from_config(checkpoint.config, tensor_names(checkpoint))
     mesh = rules.make_mesh(config.tensor_parallel_size)
-    rules.shardings(model.specs, mesh)  # refuses what the mesh does not divide
+    axis_rules = choose_rules(config)
+    rules.shardings(model.specs, mesh, axis_rules)  # refuses what the mesh does not divide
+    check_recurrent(config, model)
     shape = _state_shape(config, model, mesh)
     buckets = make_buckets(rules.platform(mesh), shape.num_slots, _max_step_tokens(config, shape.num_slots, mesh))
     vocab_size = min(model.vocab_rows, tokenizer.vocab_size) if tokenizer else model.vocab_rows
-    return StepBuilder(model=model, shape=shape, vocab_size=vocab_size, mesh=mesh, buckets=tuple(buckets))
+    return StepBuilder(
+        model=model, shape=shape, vocab_size=vocab_size, mesh=mesh, buckets=tuple(buckets), axis_rules=axis_rules
+    )
+
+
+def choose_rules(config: EngineConfig) -> Mapping[str, str]:
+    """How the devices share out the model."""
+    return rules.EXPERT_PARALLEL if config.enable_expert_parallel else rules.TENSOR_PARALLEL
+
+
+def tensor_names(checkpoint: Checkpoint) -> Collection[str]:
+    """Of what the checkpoint holds, as far as it is known before it is read."""
+    return () if checkpoint.tensors is None else checkpoint.tensors.shapes().keys()
+
+
+def check_recurrent(config: EngineConfig, model: Model) -> None:
+    """ConfigError for tiers behind a cache that keeps nothing: a prefix is of no use without the state at its end."""
+    if model.recurrent is None:
+        return
+    if config.kv_host_gib:
+        raise ConfigError(
+            f"kv_host_gib is {config.kv_host_gib}; {model.architecture} has a recurrent state, without which the pages "
+            "of a prefix cannot be used again, so none are kept: 0 would work"
+        )
+    if config.enable_prefix_caching:
+        log.info("%s has a recurrent state; prefixes of its prompts are not kept", model.architecture)
 
 
 class Built(NamedTuple):
@@ -149,7 +176,7 @@ def _load_and_compile(
     on this thread, which has the caller's contexts of JAX.
     """
     model, dtype = builder.model, builder.shape.dtype
-    shardings = rules.shardings(model.specs, builder.mesh)
+    shardings = rules.shardings(model.specs, builder.mesh, builder.axis_rules)
     params = abstract_params(model.specs, dtype, shardings)
 
     def load_all(raise_if_stopped: Callable[[], None]) -> Params:
@@ -238,7 +265,10 @@ def find_devices() -> list[jax.Device]:
 def check_tensors(checkpoint: Checkpoint, model: Model) -> None:
     """CheckpointError for tensors that are missing, extra or misshapen, as far as can be told without reading them."""
     if checkpoint.tensors is not None:
-        load.check_complete(load.wanted_tensors(model.specs), checkpoint.tensors.shapes(), model.ignored)
+        found, wanted = checkpoint.tensors.shapes(), load.wanted_tensors(model.specs)
+        load.check_complete(wanted, found, model.ignored)
+        if unread := found.keys() - wanted.keys():
+            log.info("%d tensors are set aside, %s among them", len(unread), min(unread))
 
 
 def load_params(
@@ -321,6 +351,7 @@ def _state_shape(config: EngineConfig, model: Model, mesh: Mesh) -> cache.StateS
     platform = rules.platform(mesh)
     dtype = {"cpu": "float32", "gpu": "bfloat16"}[platform] if config.dtype == "auto" else config.dtype
     return cache.StateShape(
+        recurrent=model.recurrent,
         cache=model.cache,
         num_pages=config.num_pages or 1,
         page_size=config.page_size,

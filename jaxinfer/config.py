@@ -74,6 +74,8 @@ class EngineConfig:
     """Most GiB in kv_disk_dir. Saved sessions are never deleted for it."""
     tensor_parallel_size: int = 1
     """Devices that the heads, the MLP and the vocabulary are split over."""
+    enable_expert_parallel: bool = False
+    """Whether these devices share out whole experts, rather than a slice of each. Nothing else of a model changes."""
     seed: int = 0
     """Of random weights, with load_format dummy."""
     compile_cache_dir: str | None = None

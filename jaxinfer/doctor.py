@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from checkpoints import load
 from checkpoints.resolve import resolve
-from jaxinfer.build import REFUSALS, check_context, find_devices
+from jaxinfer.build import REFUSALS, check_context, check_recurrent, choose_rules, find_devices, tensor_names
 from jaxinfer.config import ConfigError, EngineConfig
 from jaxinfer.memory_plan import MemoryPart, plan_memory
 from jaxinfer.models import registry
@@ -112,10 +112,11 @@ def _device_memory(device: jax.Device) -> int:
 def _model(config: EngineConfig, memory: int) -> list[Finding]:
     try:
         checkpoint = resolve(config.model, revision=config.revision, load_format=config.load_format)
-        model = registry.from_config(checkpoint.config)
+        model = registry.from_config(checkpoint.config, tensor_names(checkpoint))
         mesh = rules.make_mesh(config.tensor_parallel_size)
-        rules.check_divisible(model.specs, mesh, rules.TENSOR_PARALLEL)
+        rules.check_divisible(model.specs, mesh, choose_rules(config))
         check_context(config, model)
+        check_recurrent(config, model)
         if checkpoint.tensors is not None:
             load.check_complete(load.wanted_tensors(model.specs), checkpoint.tensors.shapes(), model.ignored)
     except ValueError as error:

@@ -37,7 +37,7 @@ def plan_memory(config: EngineConfig) -> list[MemoryPart]:
     builder = make_builder(config, checkpoint, tokenizer)
     model, mesh = builder.model, builder.mesh
     executables = Executables(open_executables(config), checkpoint.config)
-    params = abstract_params(model.specs, builder.shape.dtype, rules.shardings(model.specs, mesh))
+    params = abstract_params(model.specs, builder.shape.dtype, rules.shardings(model.specs, mesh, builder.axis_rules))
 
     found: dict[LongContext | None, int] = {}
 

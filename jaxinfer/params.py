@@ -66,6 +66,19 @@ class ParamSpec:
         return {s.name.format(layer=layer): s.shape for layer in layers for s in self.sources}
 
 
+def norm_spec(
+    name: str,
+    size: int,
+    layers: Sequence[int] | None = None,
+    *,
+    offset: float = 0.0,
+    pack: Callable[[Sequence[np.ndarray]], np.ndarray] = only,
+) -> ParamSpec:
+    """A norm's weight [size], of the tensor `name`. offset: what the model adds to it, so that random ones start at 1."""
+    source, init = Source(name, (size,)), "zeros" if offset else "ones"
+    return ParamSpec(shape=(size,), axes=(None,), sources=(source,), layers=layers, init=init, pack=pack)
+
+
 Specs = Mapping[str, ParamSpec]
 Params = dict[str, jax.Array]
 

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinfer.models import registry
-from jaxinfer.models.model import Placement
+from jaxinfer.models.model import Memory, Placement
 from jaxinfer.params import Params
 from jaxinfer.runner.step import paged_attend
 from pallas_kernels.dispatch import Target
@@ -56,7 +56,8 @@ class ModelRun:
         refs, place = tuple(map(jax.new_ref, pools)), Placement(self.target, None, counters)
         heads = self.model.num_heads
         attend = paged_attend(refs, rows, place, num_heads=heads, max_query_len=max_query_len)
-        hidden = self.model.forward(params, tokens, rows.token_position, attend, place)
+        memory = Memory(attend, rows.token_page > 0)
+        hidden = self.model.forward(params, tokens, rows.token_position, memory, place)
         logits = self.model.logits(params, hidden, place)
         return tuple(map(jax.freeze, refs)), jax.nn.log_softmax(logits.astype(jnp.float32))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from jaxinfer.models import rope
@@ -22,6 +22,9 @@ ROPE_NUMBERS = (
 """RoPE's parameters that have to be above 0."""
 
 
+DEFAULT_THETA = 10000.0
+
+
 def _is_finite(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
@@ -29,7 +32,9 @@ def _is_finite(value: Any) -> bool:
 class HfConfig:
     """A config.json with its problems collected, so that one refusal names them all."""
 
-    def __init__(self, config: Mapping[str, Any]):
+    def __init__(self, config: Mapping[str, Any], tensors: Collection[str] = ()):
+        """tensors: names in the checkpoint, as far as they are known: some say what the config leaves open."""
+        self.tensors = tensors
         self._config = {**config, **config["text_config"]} if isinstance(config.get("text_config"), Mapping) else config
         self._problems: list[str] = []
 
@@ -70,23 +75,31 @@ class HfConfig:
         if (value := self.get(key, supported)) != supported:
             self.problem(f"{key} is {value!r}; only {supported!r} is implemented")
 
-    def rope(self, width: int, max_positions: int, default_theta: float = 10000.0) -> rope.Rope:
-        """From `rope_parameters` (new spelling) or `rope_theta` and `rope_scaling` (old spelling)."""
+    def rope(self, width: int, max_positions: int, *, partial: bool = False) -> rope.Rope:
+        """From `rope_parameters` (new spelling) or `rope_theta` and `rope_scaling` (old spelling).
+
+        partial: whether `partial_rotary_factor` may leave channels of a head out.
+        """
         key = "rope_parameters" if self.get("rope_parameters") else "rope_scaling"
         given = self.get(key) or {}
         if not isinstance(given, Mapping) or any(isinstance(value, Mapping) for value in given.values()):
             self.problem(f"{key} is {given!r}; one set of RoPE parameters for all layers is needed")
             return rope.Rope(())
         scaling = {name: value for name, value in given.items() if value is not None}
-        theta = scaling.get("rope_theta") or self.get("rope_theta", default_theta)
+        theta = scaling.get("rope_theta") or self.get("rope_theta", DEFAULT_THETA)
         for name, value in {**scaling, "rope_theta": theta}.items():
             if name in ROPE_NUMBERS and (not _is_finite(value) or value <= 0):
                 self.problem(f"RoPE's {name} is {value!r}; a number above 0 is needed")
                 return rope.Rope(())
-        if scaling.get("partial_rotary_factor", self.get("partial_rotary_factor", 1.0)) != 1.0:
-            self.problem("partial_rotary_factor other than 1 is not implemented for this architecture")
+        share = scaling.get("partial_rotary_factor", self.get("partial_rotary_factor", 1.0))
+        if share != 1.0 and not partial:
+            self.problem(f"partial_rotary_factor is {share!r}; only 1 is implemented for this architecture")
+            return rope.Rope(())
+        if not _is_finite(share) or not 0 < share <= 1 or int(width * share) % 2:
+            self.problem(f"partial_rotary_factor is {share!r}; an even share of {width} channels is needed")
+            return rope.Rope(())
         try:
-            return rope.from_config(width, theta, scaling, max_positions)
+            return rope.from_config(int(width * share), theta, scaling, max_positions)
         except KeyError as missing:
             self.problem(f"RoPE scaling {scaling} lacks {missing}")
         except ValueError as error:

@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 import jax
 
 from jaxinfer.params import Params, Specs
+from pallas_kernels.delta_rule.api import DeltaWeights
 from pallas_kernels.dispatch import Target
 from pallas_kernels.kv_write.api import HeadNorms
 
@@ -43,6 +44,24 @@ class Attend(Protocol):
     ) -> jax.Array: ...
 
 
+class Recur(Protocol):
+    """The gated delta rule of one layer over the sequences of the step, given by the runner.
+
+    x [T, Hk, W]: what the layer's projection makes of each token, by key head; layer: int32 scalar array. Returns
+    [T, Hk, G, V]: the outputs of each key head's value heads, normalised and gated.
+    """
+
+    def __call__(self, x: jax.Array, weights: DeltaWeights, layer: jax.Array, *, eps: float) -> jax.Array: ...
+
+
+class Memory(NamedTuple):
+    """What the layers of a step have of its sequences."""
+
+    attend: Attend
+    real: jax.Array  # [T] bool: tokens that are not padding
+    recur: Recur | None = None  # None: there is no recurrent state
+
+
 class CacheShape(NamedTuple):
     """What a token costs in the KV cache: two vectors of [num_kv_heads, head_width] in each of num_layers."""
 
@@ -51,17 +70,33 @@ class CacheShape(NamedTuple):
     head_width: int
 
 
+class RecurrentShape(NamedTuple):
+    """What a sequence costs whatever its length: a matrix per value head, and a few inputs, in each of num_layers."""
+
+    num_layers: int
+    num_key_heads: int  # Hk
+    group: int  # value heads per key head
+    key_width: int
+    value_width: int
+
+    @property
+    def channels(self) -> int:
+        """Of a key head's input: query, key and values."""
+        return 2 * self.key_width + self.group * self.value_width
+
+
 class Model(NamedTuple):
     """A model for one config. Functions see one device's shard."""
 
     architecture: str
     specs: Specs
     cache: CacheShape
+    recurrent: RecurrentShape | None  # None: nothing but the KV cache
     num_heads: int  # H, of all shards together
     vocab_rows: int  # V, rows of the embedding table; ids from the tokenizer's size on are padding
     max_model_len: int  # positions that the model was made for, tokens
-    forward: Callable[[Params, jax.Array, jax.Array, Attend, Placement], jax.Array]
-    """(params, tokens [T], positions [T], attend, place) -> hidden states [T, D] before the final norm."""
+    forward: Callable[[Params, jax.Array, jax.Array, Memory, Placement], jax.Array]
+    """(params, tokens [T], positions [T], memory, place) -> hidden states [T, D] before the final norm."""
     logits: Callable[[Params, jax.Array, Placement], jax.Array]
     """(params, hidden states [R, D], place) -> logits [R, V] in float32."""
     ignored: Callable[[str], bool]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from jaxinfer.models import llama
-from jaxinfer.models.decoder import DecoderConfig
+from jaxinfer.models.config import DecoderConfig
 from jaxinfer.models.hf_config import HfConfig
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -23,5 +25,5 @@ def windows(config: HfConfig) -> tuple[int | None, ...] | None:
     return tuple(window if layer >= first else None for layer in range(num_layers))
 
 
-def decoder(config: HfConfig) -> DecoderConfig:
-    return llama.sizes(config, qkv_bias=True, windows=windows(config))
+def decoder(config: HfConfig, **traits: Any) -> DecoderConfig:
+    return llama.sizes(config, qkv_bias=True, windows=windows(config), **traits)

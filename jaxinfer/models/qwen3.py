@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from jaxinfer.models import llama, qwen2
-from jaxinfer.models.decoder import DecoderConfig
+from jaxinfer.models.config import DecoderConfig
 from jaxinfer.models.hf_config import HfConfig
 
 
-def decoder(config: HfConfig) -> DecoderConfig:
+def decoder(config: HfConfig, **traits: Any) -> DecoderConfig:
     """`head_dim` is required: hidden_size / num_attention_heads would be wrong for most published sizes."""
     config.only("attention_bias", False)
-    return llama.sizes(config, head_width=config.size("head_dim"), qk_norm=True, windows=qwen2.windows(config))
+    width, windows = config.size("head_dim"), qwen2.windows(config)
+    return llama.sizes(config, head_width=width, qk_norm=True, windows=windows, **traits)

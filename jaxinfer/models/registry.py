@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
-from jaxinfer.models import decoder, llama, qwen2, qwen3
+from jaxinfer.models import decoder, llama, qwen2, qwen3, qwen3_moe, qwen3_next
 from jaxinfer.models.hf_config import HfConfig
 from jaxinfer.models.model import Model, ModelError
 
@@ -13,11 +13,22 @@ FAMILIES = {
     "LlamaForCausalLM": llama.decoder,
     "Qwen2ForCausalLM": qwen2.decoder,
     "Qwen3ForCausalLM": qwen3.decoder,
+    "MixtralForCausalLM": qwen3_moe.mixtral,
+    "Qwen2MoeForCausalLM": qwen3_moe.qwen2_moe,
+    "Qwen3MoeForCausalLM": qwen3_moe.decoder,
+    "Qwen3NextForCausalLM": qwen3_next.decoder,
+    "Qwen3_5ForCausalLM": qwen3_next.qwen3_5,
+    "Qwen3_5ForConditionalGeneration": qwen3_next.qwen3_5,
+    "Qwen3_5MoeForCausalLM": qwen3_next.qwen3_5_moe,
+    "Qwen3_5MoeForConditionalGeneration": qwen3_next.qwen3_5_moe,
 }
 
 
-def from_config(config: Mapping[str, Any]) -> Model:
-    """The model of a config.json. ModelError for an architecture or a value that is not implemented."""
+def from_config(config: Mapping[str, Any], tensors: Collection[str] = ()) -> Model:
+    """The model of a config.json. ModelError for an architecture or a value that is not implemented.
+
+    tensors: names in the checkpoint: of some families there are several published forms.
+    """
     names = config.get("architectures") or []
     if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
         raise ModelError(f"architectures is {names!r}; a list of names is needed")
@@ -25,7 +36,7 @@ def from_config(config: Mapping[str, Any]) -> Model:
     if architecture is None:
         found = ", ".join(names) or f"none named (model_type {config.get('model_type')!r})"
         raise ModelError(f"architecture not supported: {found}; known: {', '.join(sorted(FAMILIES))}")
-    hf = HfConfig(config)
+    hf = HfConfig(config, tensors)
     if quantization := hf.get("quantization_config"):
         method = quantization.get("quant_method", quantization) if isinstance(quantization, Mapping) else quantization
         hf.problem(f"quantization_config {method!r} is not implemented")

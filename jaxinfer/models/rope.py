@@ -16,7 +16,7 @@ import numpy as np
 class Rope:
     """Channel pair i turns by p * inverse_frequencies[i] at position p; cos and sin are multiplied by `magnitude`."""
 
-    inverse_frequencies: tuple[float, ...]  # E / 2 of them, radians per token
+    inverse_frequencies: tuple[float, ...]  # E / 2 of them or, where not all channels turn, fewer; radians per token
     magnitude: float = 1.0
 
 
@@ -78,7 +78,9 @@ def _yarn(
     return frequencies / factor * (1 - keep) + frequencies * keep, magnitude
 
 
-def angles(rope: Rope, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines, float32 [T, E / 2] each."""
+def angles(rope: Rope, positions: jax.Array, width: int) -> tuple[jax.Array, jax.Array]:
+    """Cosines and sines of heads of `width` channels, float32 [T, E / 2] each; 1 and 0 for pairs that do not turn."""
     angle = positions.astype(jnp.float32)[:, None] * jnp.asarray(rope.inverse_frequencies, jnp.float32)
-    return jnp.cos(angle) * rope.magnitude, jnp.sin(angle) * rope.magnitude
+    still = ((0, 0), (0, width // 2 - angle.shape[1]))
+    cos = jnp.pad(jnp.cos(angle) * rope.magnitude, still, constant_values=1.0)
+    return cos, jnp.pad(jnp.sin(angle) * rope.magnitude, still)

@@ -12,10 +12,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxinfer.models.model import CacheShape
+from jaxinfer.models.model import CacheShape, RecurrentShape
 from jaxinfer.runner import inputs
 from jaxinfer.runner.sampling import num_top
 from jaxinfer.sharding import rules
+from pallas_kernels.delta_rule.api import TAPS
 
 CPU_POOL_BYTES = 2**30
 """Largest KV cache on a CPU unless told otherwise: 23,000 tokens of SmolLM2-135M in float32."""
@@ -41,6 +42,8 @@ class DeviceState:
 
     k_pages: jax.Array  # [L, P, S, K, E]
     v_pages: jax.Array  # [L, P, S, K, E]
+    recurrent: jax.Array | None  # [L, N + 1, Hk, G, dk, dv] float32: of the layers that have one; None: none has
+    conv: jax.Array | None  # [L, N + 1, taps, Hk, C] float32: their last inputs, that of position p in row p % taps
     page_table: jax.Array  # [N + 1, W] int32
     logits: jax.Array  # [R, V] float32: of the last step's rows, R = N; -inf: never sampled
     sampled_slot: jax.Array  # [R] int32: slot of each of these rows; N where the row does not sample
@@ -58,6 +61,7 @@ class StateShape:
     """The sizes that fix every array of DeviceState."""
 
     cache: CacheShape
+    recurrent: RecurrentShape | None = None
     num_pages: int  # that sequences may own; the pool has one more
     page_size: int
     num_slots: int
@@ -79,9 +83,17 @@ class StateShape:
             sharding = NamedSharding(mesh, rules.partition(axes, axis_rules) if axes else PartitionSpec())
             return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
+        recurrent = conv = None
+        if (r := self.recurrent) is not None:
+            heads, slots = ("delta_heads", None), ("layers", None)
+            matrices = (r.num_layers, rows, r.num_key_heads, r.group, r.key_width, r.value_width)
+            recurrent = array(matrices, jnp.float32, (*slots, *heads, None, None))
+            conv = array((r.num_layers, rows, TAPS, r.num_key_heads, r.channels), jnp.float32, (*slots, None, *heads))
         return DeviceState(
             k_pages=array(pool, self.dtype, pool_axes),
             v_pages=array(pool, self.dtype, pool_axes),
+            recurrent=recurrent,
+            conv=conv,
             page_table=array((rows, self.table_width), jnp.int32),
             logits=array((self.num_slots, self.vocab_rows), jnp.float32),
             sampled_slot=array((self.num_slots,), jnp.int32),
@@ -119,9 +131,9 @@ def token_bytes(cache: CacheShape, dtype: jnp.dtype) -> int:
 
 
 def slot_bytes(state: DeviceState) -> int:
-    """Bytes of everything but the KV pages, which every device has whole. `state`: arrays or their abstract values."""
+    """Bytes of everything but the KV pages, of one device. `state`: arrays or their abstract values."""
     rest = jax.tree.leaves(state.replace(k_pages=None, v_pages=None))
-    return sum(array.size * array.dtype.itemsize for array in rest)
+    return sum(math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize for array in rest)
 
 
 def pool_pages(shape: StateShape, mesh: Mesh, *, used_bytes: int, temp_bytes: int) -> int:

@@ -10,13 +10,15 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxinfer.models.model import Attend, Model, Placement
+from jaxinfer.models.model import Attend, Memory, Model, Placement, Recur
 from jaxinfer.params import Params
 from jaxinfer.runner import inputs, long_context, sampling
 from jaxinfer.runner.buckets import Bucket
 from jaxinfer.runner.cache import DeviceState, StateShape
 from jaxinfer.runner.long_context import HostContext, LongContext
 from jaxinfer.sharding import rules
+from pallas_kernels.delta_rule.api import DeltaPools, SlotRows, delta_rule
+from pallas_kernels.delta_rule.api import plan as plan_delta
 from pallas_kernels.dispatch import Target
 from pallas_kernels.kv_write.api import kv_write
 from pallas_kernels.paged_attention.api import PagedRows, paged_attention
@@ -48,6 +50,17 @@ def paged_attend(
     return attend
 
 
+def slot_recur(pools: DeltaPools, rows: SlotRows, place: Placement, *, max_query_len: int) -> Recur:
+    """The gated delta rule over the states of slots for the rows of a step."""
+    plan = plan_delta(rows, max_query_len=max_query_len, target=place.target)
+
+    def recur(x, weights, layer, *, eps):
+        sizes = {"eps": eps, "max_query_len": max_query_len}
+        return delta_rule(x, weights, pools, layer, rows, plan=plan, target=place.target, **sizes)
+
+    return recur
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepBuilder:
     """Makes the function of each bucket. On several devices each runs it on its shard, with visible sums."""
@@ -62,7 +75,9 @@ class StepBuilder:
     long: LongContext | None = None  # None: no sequence outgrows the device's pages
 
     def __post_init__(self) -> None:
-        """Raises NotImplementedError for long contexts on several devices."""
+        """Raises NotImplementedError for long contexts on several devices, or of a model with a recurrent state."""
+        if self.long is not None and self.model.recurrent is not None:
+            raise NotImplementedError(f"{self.model.architecture} has a recurrent state, which a long context needs whole")
         if self.long is not None and self.mesh.size > 1:
             raise NotImplementedError(
                 f"contexts beyond the device's pages run on one device, not on {self.mesh.size}: the host's part of a "
@@ -148,8 +163,9 @@ class StepBuilder:
             new = tuple(jax.new_ref(jnp.zeros(rows.shape, rows.dtype)) for rows in (shapes.k, shapes.v))
             row = long_context.LongRow(position, step.start, step.num_device_tokens, state.page_table[step.slot])
             attend = long_context.attend_long((state.k_pages, state.v_pages), host, new, row, block)
+            memory = Memory(attend, position >= 0)
             place = Placement(self.target, counters=self._counters())
-            hidden = self.model.forward(params, tokens, jnp.maximum(position, 0), attend, place)
+            hidden = self.model.forward(params, tokens, jnp.maximum(position, 0), memory, place)
             logits = self.model.logits(params, hidden[jnp.maximum(step.num_tokens - 1, 0)][None], place)
             slot = jnp.where(step.samples, step.slot, self.shape.num_slots)
             state = self._keep(state, slot[None], (step.start + step.num_tokens)[None], logits)
@@ -252,8 +268,15 @@ class StepBuilder:
 
         num_heads = self.model.num_heads * state.k_pages.shape[3] // self.shape.cache.num_kv_heads
         attend = paged_attend(pools, rows, place, num_heads=num_heads, max_query_len=max_query_len)
-        hidden = self.model.forward(params, tokens, rows.token_position, attend, place)
+        memory, states = Memory(attend, rows.token_page > 0), None
+        if state.recurrent is not None:
+            states = DeltaPools(jax.new_ref(state.recurrent), jax.new_ref(state.conv))
+            of_slots = SlotRows(step.slot, *rows[1:-1])
+            memory = memory._replace(recur=slot_recur(states, of_slots, place, max_query_len=max_query_len))
+        hidden = self.model.forward(params, tokens, rows.token_position, memory, place)
         state = state.replace(k_pages=jax.freeze(pools[0]), v_pages=jax.freeze(pools[1]))
+        if states is not None:
+            state = state.replace(recurrent=jax.freeze(states.state), conv=jax.freeze(states.conv))
         last = jnp.maximum(rows.query_start + rows.query_len - 1, 0)
         logits = self.model.logits(params, hidden[last], place)
         slots = jnp.where(step.samples, step.slot, self.shape.num_slots)

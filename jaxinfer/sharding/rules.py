@@ -13,8 +13,11 @@ from jaxinfer.params import Specs
 TENSOR = "tensor"
 """Mesh axis over which heads, MLP and vocabulary are split."""
 
-TENSOR_PARALLEL: Mapping[str, str] = {"kv_heads": TENSOR, "mlp": TENSOR, "vocab": TENSOR}
-"""Megatron's split (Shoeybi et al. 2019): whole heads and slices of the MLP, two sums per layer."""
+_SPLIT: Mapping[str, str] = {"kv_heads": TENSOR, "delta_heads": TENSOR, "mlp": TENSOR, "vocab": TENSOR}
+TENSOR_PARALLEL: Mapping[str, str] = {**_SPLIT, "expert_mlp": TENSOR}
+"""Megatron's split (Shoeybi et al. 2019): whole heads and slices of the MLP, of experts, too; two sums per layer."""
+EXPERT_PARALLEL: Mapping[str, str] = {**_SPLIT, "experts": TENSOR}
+"""The same but for the experts, of which every device has some, whole."""
 
 
 class ShardingError(ValueError):

@@ -16,6 +16,7 @@ class HeadNorms(NamedTuple):
     q: jax.Array  # [L, E]
     k: jax.Array  # [L, E]
     eps: float
+    offset: float = 0.0  # added to the weights
 
 
 ROUTES = (gpu_route("triton", "pallas_kernels.kv_write.triton"), Route("reference", reference.run))

@@ -41,7 +41,8 @@ def heads(
     tokens, width = qkv.shape[0], qkv.shape[3]
     q, k, v = qkv[:, :, :-2].reshape(tokens, -1, width), qkv[:, :, -2], qkv[:, :, -1]
     if norms is not None:
-        q, k = rms_norm(q, norms.q[layer], norms.eps), rms_norm(k, norms.k[layer], norms.eps)
+        q = rms_norm(q, norms.q[layer], norms.eps, norms.offset)
+        k = rms_norm(k, norms.k[layer], norms.eps, norms.offset)
     cos, sin = (a[:, None].astype(qkv.dtype) for a in rotary)
     return rotate(q, cos, sin), rotate(k, cos, sin), v
 

@@ -43,6 +43,7 @@ def run(
         "WIDTH": width,
         "NORM": norms is not None,
         "EPS": norms.eps if norms else 0.0,
+        "OFFSET": norms.offset if norms else 0.0,
         "BLOCK": block,
         "GROUP_BLOCK": triton.next_power_of_2(group),
         "HALF_BLOCK": triton.next_power_of_2(width // 2),
@@ -80,6 +81,7 @@ def _kv_write(
     WIDTH: tl.constexpr,
     NORM: tl.constexpr,
     EPS: tl.constexpr,
+    OFFSET: tl.constexpr,
     BLOCK: tl.constexpr,
     GROUP_BLOCK: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
@@ -103,8 +105,8 @@ def _kv_write(
     if NORM:
         scale = tl.rsqrt((tl.sum(first * first, 2) + tl.sum(second * second, 2)) / WIDTH + EPS)[:, :, None]
         weight = q_norm_ptr + layer * WIDTH + half
-        first *= scale * tl.load(weight, mask=half < HALF, other=0.0).to(tl.float32)[None, None, :]
-        second *= scale * tl.load(weight + HALF, mask=half < HALF, other=0.0).to(tl.float32)[None, None, :]
+        first *= scale * (OFFSET + tl.load(weight, mask=half < HALF, other=0.0).to(tl.float32))[None, None, :]
+        second *= scale * (OFFSET + tl.load(weight + HALF, mask=half < HALF, other=0.0).to(tl.float32))[None, None, :]
     c, s = cos[:, None, :], sin[:, None, :]
     out = q_ptr + ((token.to(tl.int64) * KV_HEADS + head) * GROUP * WIDTH)[:, None, None]
     out += g[None, :, None] * WIDTH + half[None, None, :]
@@ -117,8 +119,8 @@ def _kv_write(
     if NORM:
         scale = tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / WIDTH + EPS)[:, None]
         weight = k_norm_ptr + layer * WIDTH + half
-        first *= scale * tl.load(weight, mask=half < HALF, other=0.0).to(tl.float32)[None, :]
-        second *= scale * tl.load(weight + HALF, mask=half < HALF, other=0.0).to(tl.float32)[None, :]
+        first *= scale * (OFFSET + tl.load(weight, mask=half < HALF, other=0.0).to(tl.float32))[None, :]
+        second *= scale * (OFFSET + tl.load(weight + HALF, mask=half < HALF, other=0.0).to(tl.float32))[None, :]
     page = tl.load(page_ptr + token).to(tl.int64)
     position = tl.load(position_ptr + token)
     at = ((layer * PAGES + page) * PAGE_SIZE + position % PAGE_SIZE) * KV_HEADS + head

@@ -60,7 +60,7 @@ def run_rows(
 ) -> None:
     """Replaces the queries of every row that has one token, q Ref [T, H, E], by its attention."""
     sizes = _sizes(pools[0].shape, q.shape[1] // pools[0].shape[3], rows, counters)
-    constants = sizes.constants | _scoring(scale, window, soft_cap, sinks) | {"FUSED": False, "NORM": False, "EPS": 0.0}
+    constants = sizes.constants | _scoring(scale, window, soft_cap, sinks) | _fused(None, fused=False)
     unused = rows.context_len
     launch(
         _decode_attention,
@@ -100,7 +100,7 @@ def run(
     group = heads - 2
     sizes = _sizes(pools[0].shape, group, rows, counters)
     constants = sizes.constants | _scoring(scale, window, None, None)
-    constants |= {"FUSED": True, "NORM": norms is not None, "EPS": norms.eps if norms else 0.0}
+    constants |= _fused(norms, fused=True)
     q_norm, k_norm = norms[:2] if norms else (qkv, qkv)
     return launch(
         _decode_attention,
@@ -150,6 +150,12 @@ def _sizes(pool: tuple[int, ...], group: int, rows: PagedRows, counters: jax.Ref
     }
     scratch = [jax.ShapeDtypeStruct((*parts, last), jnp.float32) for last in (width, 2)]
     return Sizes((num_rows, num_kv_heads, splits), scratch, counters, constants)
+
+
+def _fused(norms: HeadNorms | None, *, fused: bool) -> dict[str, Any]:
+    """Whether queries, keys and values come from a product, and how their heads are normalised."""
+    eps, offset = (norms.eps, norms.offset) if norms else (0.0, 0.0)
+    return {"FUSED": fused, "NORM": norms is not None, "EPS": eps, "OFFSET": offset}
 
 
 def _scoring(
@@ -216,6 +222,7 @@ def _decode_attention(
     FUSED: tl.constexpr,
     NORM: tl.constexpr,
     EPS: tl.constexpr,
+    OFFSET: tl.constexpr,
 ):
     """FUSED: q_ptr is where results go, and queries, the new key and the new value come from qkv_ptr."""
     row = tl.program_id(0)
@@ -250,13 +257,14 @@ def _decode_attention(
         cos = tl.load(cos_ptr + token * (WIDTH // 2) + e % (WIDTH // 2))
         sin = tl.load(sin_ptr + token * (WIDTH // 2) + e % (WIDTH // 2))
         norm = q_norm_ptr + layer * WIDTH
-        q = _turn(of_head + g[:, None] * WIDTH, g < GROUP, norm, cos, sin, WIDTH, NORM, EPS).to(q_ptr.dtype.element_ty)
+        heads = of_head + g[:, None] * WIDTH
+        q = _turn(heads, g < GROUP, norm, cos, sin, WIDTH, NORM, EPS, OFFSET).to(q_ptr.dtype.element_ty)
         if stop == length:
             page = tl.load(table + (length - 1) // PAGE_SIZE).to(tl.int64)
             new_place = ((page * PAGE_SIZE + (length - 1) % PAGE_SIZE) * (KV_HEADS * WIDTH)) + e[None, :]
             one_row = tl.arange(0, 1)
             key = of_head + GROUP * WIDTH + one_row[:, None]
-            k_new = _turn(key, one_row == 0, k_norm_ptr + layer * WIDTH, cos, sin, WIDTH, NORM, EPS)
+            k_new = _turn(key, one_row == 0, k_norm_ptr + layer * WIDTH, cos, sin, WIDTH, NORM, EPS, OFFSET)
             tl.store(k_base + new_place, k_new.to(k_pool_ptr.dtype.element_ty))
             tl.store(v_base + new_place, tl.load(key + WIDTH + e[None, :]))
             # Other threads of this program read them next.
@@ -323,7 +331,17 @@ def _decode_attention(
 
 
 @triton.jit
-def _turn(head_ptr, real, norm_ptr, cos, sin, WIDTH: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr):
+def _turn(
+    head_ptr,
+    real,
+    norm_ptr,
+    cos,
+    sin,
+    WIDTH: tl.constexpr,
+    NORM: tl.constexpr,
+    EPS: tl.constexpr,
+    OFFSET: tl.constexpr,
+):
     """Heads [N, WIDTH] in float32, normalised and with channel pairs (i, i + WIDTH / 2) rotated. head_ptr [N, 1]."""
     HALF: tl.constexpr = WIDTH // 2
     e = tl.arange(0, WIDTH)
@@ -332,8 +350,8 @@ def _turn(head_ptr, real, norm_ptr, cos, sin, WIDTH: tl.constexpr, NORM: tl.cons
     other = tl.load(head_ptr + partner[None, :], mask=real[:, None], other=0.0).to(tl.float32)
     if NORM:
         scale = tl.rsqrt(tl.sum(x * x, 1) / WIDTH + EPS)[:, None]
-        x *= scale * tl.load(norm_ptr + e).to(tl.float32)[None, :]
-        other *= scale * tl.load(norm_ptr + partner).to(tl.float32)[None, :]
+        x *= scale * (OFFSET + tl.load(norm_ptr + e).to(tl.float32))[None, :]
+        other *= scale * (OFFSET + tl.load(norm_ptr + partner).to(tl.float32))[None, :]
     return x * cos[None, :] + tl.where(e < HALF, -sin, sin)[None, :] * other
 
 
