@@ -18,7 +18,7 @@ from jaxinfer.models.model import ModelError
         ("llama", {"num_key_value_heads": 3}, "num_attention_heads 4 is no multiple of num_key_value_heads 3"),
         ("llama", {"rope_scaling": {"rope_type": "longrope"}}, "RoPE type 'longrope' is not supported"),
         ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "lacks 'original_max_position_embeddings'"),
-        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor other than 1 is not implemented"),
+        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; only 1 is implemented"),
         ("qwen3", {"head_dim": None}, "head_dim is None; a positive whole number is needed"),
         ("qwen3", {"attention_bias": True}, "attention_bias is True; only False is implemented"),
         ("llama", {"architectures": "LlamaForCausalLM"}, "architectures is 'LlamaForCausalLM'; a list of names is"),
