@@ -13,7 +13,9 @@ Each folder holds
     expected.npz        per prompt i: prompt_i [T] int32; logits_i [T, V] float32, of one full forward pass;
                         tokens_i [16] int32, the greedy continuation; margins_i [16] float32, first minus second logit
 
-A step with a margin below 1e-4 counts as a tie in the tests; the script refuses a model whose steps come near it.
+A step with a margin below 1e-4 counts as a tie in the tests; the script refuses a model whose steps come near it, and
+one whose routers come near a tie between the last expert chosen and the next, or whose rounding would fill what the
+tests allow: the gated delta rule normalises what can be nearly nothing.
 """
 
 from __future__ import annotations
@@ -25,133 +27,21 @@ import sys
 import tempfile
 
 import numpy as np
+import safetensors.torch
 import torch
 import transformers
+from golden_families import FAMILIES
 
 GOLDEN = pathlib.Path(__file__).resolve().parent.parent / "tests" / "golden"
 PROMPT_LENGTHS = (1, 13, 39)  # tokens: one alone, and two that end inside a page of 8 or 16
+HYBRID_LENGTHS = (*PROMPT_LENGTHS, 150)  # the gated delta rule is computed in chunks of 64: two of them and a part
 NEW_TOKENS = 16
 MAX_FOLDER_BYTES = 400_000
+MAX_HYBRID_FOLDER_BYTES = 680_000
 MIN_MARGIN = 2e-3
+MIN_ROUTER_MARGIN = 1e-4  # of the experts' probabilities, at every token and layer
+MAX_ROUNDING = 3e-5  # of logits, between one pass and a pass per token: the tests allow 1e-4 in all
 MIN_DISTINCT = 6  # of the 16 greedy tokens: a model that repeats itself hides errors of position and cache
-EOS = 127
-
-SIZES = {
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "hidden_act": "silu",
-    "initializer_range": 0.02,
-    "use_cache": True,
-    "attention_dropout": 0.0,
-    "bos_token_id": 1,
-    "eos_token_id": EOS,
-}
-LLAMA = {**SIZES, "architectures": ["LlamaForCausalLM"], "model_type": "llama", "rms_norm_eps": 1e-5}
-QWEN2 = {**SIZES, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "rms_norm_eps": 1e-6}
-QWEN3 = {**SIZES, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "rms_norm_eps": 1e-6}
-
-FAMILIES = {
-    # Llama 3.1: frequencies scaled by wavelength, several ids that end the text.
-    "llama": {
-        **LLAMA,
-        "num_hidden_layers": 2,
-        "intermediate_size": 96,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "pretraining_tp": 1,
-        "eos_token_id": [EOS, EOS - 1],
-        "rope_theta": 500000.0,
-        "rope_scaling": {
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 64,
-            "rope_type": "llama3",
-        },
-        "tie_word_embeddings": False,
-        "torch_dtype": "float32",
-    },
-    # SmolLM2: an odd number of heads per key-value head, no lm_head tensor.
-    "llama_tied": {
-        **LLAMA,
-        "num_hidden_layers": 3,
-        "intermediate_size": 80,
-        "num_attention_heads": 6,
-        "hidden_size": 48,
-        "rope_interleaved": False,
-        "rope_scaling": None,
-        "rope_theta": 100000,
-        "tie_word_embeddings": True,
-        "torch_dtype": "float32",
-    },
-    "llama_bias": {
-        **LLAMA,
-        "num_hidden_layers": 2,
-        "intermediate_size": 80,
-        "attention_bias": True,
-        "mlp_bias": True,
-        "head_dim": 16,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-        "tie_word_embeddings": False,
-        "dtype": "float32",
-    },
-    # Qwen2.5 with its window switched on: layer 0 sees everything, layers 1 and 2 the last 8 tokens.
-    "qwen2": {
-        **QWEN2,
-        "num_hidden_layers": 3,
-        "intermediate_size": 48,
-        "use_sliding_window": True,
-        "sliding_window": 8,
-        "max_window_layers": 1,
-        "rope_theta": 1000000.0,
-        "tie_word_embeddings": False,
-        "torch_dtype": "float32",
-    },
-    # Qwen2.5 as its model card extends it: yarn by hand, and a window that is named but not used.
-    "qwen2_yarn": {
-        **QWEN2,
-        "num_hidden_layers": 2,
-        "intermediate_size": 80,
-        "use_sliding_window": False,
-        "sliding_window": 8,
-        "max_window_layers": 1,
-        "rope_theta": 1000000.0,
-        "rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 64, "type": "yarn"},
-        "tie_word_embeddings": True,
-        "torch_dtype": "float32",
-    },
-    # Qwen3: 4 heads of 32 are wider than the hidden size.
-    "qwen3": {
-        **QWEN3,
-        "num_hidden_layers": 2,
-        "intermediate_size": 48,
-        "head_dim": 32,
-        "attention_bias": False,
-        "use_sliding_window": False,
-        "sliding_window": None,
-        "max_window_layers": 2,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
-        "tie_word_embeddings": False,
-        "dtype": "float32",
-    },
-    "qwen3_tied": {
-        **QWEN3,
-        "num_hidden_layers": 3,
-        "intermediate_size": 64,
-        "head_dim": 16,
-        "attention_bias": False,
-        "use_sliding_window": False,
-        "sliding_window": None,
-        "max_window_layers": 3,
-        "rope_scaling": None,
-        "rope_theta": 1000000,
-        "tie_word_embeddings": True,
-        "torch_dtype": "float32",
-    },
-}
 
 
 def randomise(model: torch.nn.Module, generator: torch.Generator) -> None:
@@ -159,7 +49,13 @@ def randomise(model: torch.nn.Module, generator: torch.Generator) -> None:
     with torch.no_grad():
         for name, weight in model.named_parameters():
             noise = torch.randn(weight.shape, generator=generator)
-            if "norm" in name:
+            if name.endswith("A_log"):
+                weight.copy_(torch.rand(weight.shape, generator=generator) * 2)
+            elif name.endswith("dt_bias"):  # so that states last for tens of tokens, as they do in trained models
+                weight.copy_(noise - 3)
+            elif "conv1d" in name:
+                weight.copy_(noise * 0.5)
+            elif "norm" in name:
                 weight.add_(noise * 0.1)
             elif "embed" in name or "lm_head" in name:
                 weight.copy_(noise * 0.08)
@@ -178,6 +74,45 @@ def greedy(model: torch.nn.Module, prompt: torch.Tensor) -> tuple[np.ndarray, np
     return ids[0, len(prompt) :].numpy().astype(np.int32), np.array(margins, np.float32)
 
 
+def published(weights: dict[str, torch.Tensor], config: transformers.PreTrainedConfig) -> dict[str, torch.Tensor]:
+    """The tensors of a composite Qwen3.5 as published, from those that transformers saves of its text model.
+
+    The experts of a layer are one tensor a projection, (E, 2I, H) with the gate's rows first and (E, H, I). A tower for
+    images and a layer that predicts a second token come along, for whoever loads the text to leave alone.
+    """
+    text, generator = config.text_config, torch.Generator().manual_seed(0)
+    arrays = {name.replace("model.", "model.language_model.", 1): weight for name, weight in weights.items()}
+    for layer in range(text.num_hidden_layers if "moe" in config.model_type else 0):
+        experts = f"model.language_model.layers.{layer}.mlp.experts"
+        gate, up, down = (
+            torch.stack([arrays.pop(f"{experts}.{e}.{kind}_proj.weight") for e in range(text.num_experts)])
+            for kind in ("gate", "up", "down")
+        )
+        arrays |= {f"{experts}.gate_up_proj": torch.cat([gate, up], 1), f"{experts}.down_proj": down}
+    tower = transformers.AutoModel.from_config(config.vision_config).state_dict()
+    shapes = {f"model.visual.{name}": weight.shape for name, weight in tower.items()}
+    width = text.hidden_size
+    shapes |= {
+        "mtp.fc.weight": (width, 2 * width),
+        "mtp.layers.0.input_layernorm.weight": (width,),
+        "mtp.norm.weight": (width,),
+        "mtp.pre_fc_norm_embedding.weight": (width,),
+        "mtp.pre_fc_norm_hidden.weight": (width,),
+    }
+    return arrays | {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+@torch.no_grad()
+def token_by_token(model: torch.nn.Module, prompt: torch.Tensor) -> torch.Tensor:
+    """Logits [T, V] of one pass per token over a cache."""
+    cache, logits = None, []
+    for token in prompt:
+        output = model(token[None, None], cache=cache, use_cache=True)
+        cache = output.cache
+        logits.append(output.logits[0, 0])
+    return torch.stack(logits)
+
+
 def load(folder: pathlib.Path) -> torch.nn.Module:
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True
@@ -185,16 +120,37 @@ def load(folder: pathlib.Path) -> torch.nn.Module:
     return model.eval()
 
 
-def expected(model: torch.nn.Module, eos_ids: set[int], generator: torch.Generator) -> dict[str, np.ndarray] | None:
-    """What expected.npz holds; None where a continuation nears a tie, repeats itself or would end the text."""
+def watch_routers(model: torch.nn.Module) -> list[float]:
+    """A list that grows, with every router's every pass, by the least probability between a token's last and next."""
+    margins = []
+
+    def note(router: torch.nn.Module, _, output: tuple[torch.Tensor, ...]) -> None:
+        top = output[0].softmax(-1).topk(router.top_k + 1).values
+        margins.append(float((top[:, -2] - top[:, -1]).min()))
+
+    for module in model.modules():
+        if type(module).__name__.endswith("TopKRouter"):
+            module.register_forward_hook(note)
+    return margins
+
+
+def expected(
+    model: torch.nn.Module, lengths: tuple[int, ...], eos_ids: set[int], generator: torch.Generator
+) -> dict[str, np.ndarray] | None:
+    """What expected.npz holds; None where a choice nears a tie, or a continuation repeats itself or ends the text."""
     arrays = {}
-    for i, length in enumerate(PROMPT_LENGTHS):
+    router_margins = watch_routers(model)
+    for i, length in enumerate(lengths):
         prompt = torch.randint(3, 120, (length,), generator=generator)
         with torch.no_grad():
             logits = model(prompt[None], use_cache=False).logits[0]
         tokens, margins = greedy(model, prompt)
         chosen = set(tokens.tolist())
         if margins.min() < MIN_MARGIN or len(chosen) < MIN_DISTINCT or eos_ids & chosen:
+            return None
+        if router_margins and min(router_margins) < MIN_ROUTER_MARGIN:
+            return None
+        if (token_by_token(model, prompt) - logits).abs().max() > MAX_ROUNDING:
             return None
         arrays |= {
             f"prompt_{i}": prompt.numpy().astype(np.int32),
@@ -213,7 +169,10 @@ def make(family: str, config: dict) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     parsed = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
     parsed._attn_implementation = "eager"
-    eos_ids = set(np.atleast_1d(config["eos_token_id"]).tolist())
+    text = config.get("text_config", config)
+    eos_ids = set(np.atleast_1d(text["eos_token_id"]).tolist())
+    hybrid = "linear_key_head_dim" in text
+    lengths = HYBRID_LENGTHS if hybrid else PROMPT_LENGTHS
     for seed in range(1, 200):
         generator = torch.Generator().manual_seed(seed)
         model = transformers.AutoModelForCausalLM.from_config(parsed).float().eval()
@@ -221,17 +180,21 @@ def make(family: str, config: dict) -> None:
         with tempfile.TemporaryDirectory() as saved:
             model.save_pretrained(saved)
             shutil.copyfile(pathlib.Path(saved) / "model.safetensors", folder / "model.safetensors")
-        arrays = expected(load(folder), eos_ids, generator)
+        if "text_config" in config:
+            weights = published(safetensors.torch.load_file(folder / "model.safetensors"), parsed)
+            safetensors.torch.save_file(weights, folder / "model.safetensors", {"format": "pt"})
+        arrays = expected(load(folder), lengths, eos_ids, generator)
         if arrays is not None:
             break
     else:
         raise SystemExit(f"{family}: no seed gives continuations that serve")
     np.savez(folder / "expected.npz", **arrays)
     size = sum(path.stat().st_size for path in folder.iterdir())
-    if size > MAX_FOLDER_BYTES:
-        raise SystemExit(f"{family}: {size} bytes, more than {MAX_FOLDER_BYTES}")
-    margin = min(float(arrays[f"margins_{i}"].min()) for i in range(len(PROMPT_LENGTHS)))
-    spread = float(np.concatenate([arrays[f"logits_{i}"] for i in range(len(PROMPT_LENGTHS))]).std())
+    limit = MAX_HYBRID_FOLDER_BYTES if hybrid else MAX_FOLDER_BYTES
+    if size > limit:
+        raise SystemExit(f"{family}: {size} bytes, more than {limit}")
+    margin = min(float(arrays[f"margins_{i}"].min()) for i in range(len(lengths)))
+    spread = float(np.concatenate([arrays[f"logits_{i}"] for i in range(len(lengths))]).std())
     print(f"{family}: seed {seed}, {size} bytes, smallest margin {margin:.4f}, logits' standard deviation {spread:.2f}")
 
 
