@@ -13,7 +13,7 @@ FAMILIES = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir())
 def test_greedy_tokens_equal_those_of_transformers(family, golden, record_property):
     expected = golden(family)
     # One row, steps of 16 tokens: prompts of 39 tokens take three chunks, and the second prompt waits for the first.
-    engine = build(expected.folder, page_size=8, num_pages=12, max_num_seqs=1, max_num_batched_tokens=16)
+    engine = build(expected.folder, page_size=8, num_pages=22, max_num_seqs=1, max_num_batched_tokens=16)
     requests = [
         Request(request_id=str(i), prompt_ids=prompt.tolist(), max_tokens=16, temperature=0.0)
         for i, prompt in enumerate(expected.prompts)

@@ -19,6 +19,17 @@ SIZES = {
     "num_hidden_layers": 2,
     "max_position_embeddings": 256,
 }
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+HYBRID = {
+    "num_hidden_layers": 4,
+    "full_attention_interval": 2,
+    "head_dim": 32,
+    "partial_rotary_factor": 0.25,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
 TRAITS = {
     "llama": {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": False},
     "llama, tied, biases": {
@@ -28,6 +39,15 @@ TRAITS = {
         "mlp_bias": True,
     },
     "qwen2, tied": {"architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True},
+    "qwen3_moe": {"architectures": ["Qwen3MoeForCausalLM"], "head_dim": 16, "norm_topk_prob": True, **EXPERTS},
+    "qwen3_next": {
+        "architectures": ["Qwen3NextForCausalLM"],
+        **HYBRID,
+        **EXPERTS,
+        "norm_topk_prob": True,
+        "shared_expert_intermediate_size": 32,
+    },
+    "qwen3_5": {"architectures": ["Qwen3_5ForCausalLM"], **HYBRID},
 }
 REQUESTS = [
     Request(request_id="a", prompt_ids=list(range(3, 40)), max_tokens=20, temperature=0.0, logprobs=2),
@@ -59,13 +79,21 @@ def test_two_devices_give_the_tokens_of_transformers(family, golden):
         num_equal(outputs[str(i)].tokens, tokens.tolist(), expected.margins[i])
 
 
-@pytest.mark.parametrize(
-    "name", ["qwen2, tied", *(pytest.param(name, marks=pytest.mark.long) for name in ("llama", "llama, tied, biases"))]
-)
-def test_four_devices_give_the_tokens_of_one(name, tmp_path):
+LONG = ("llama", "llama, tied, biases", "qwen3_moe", "qwen3_5")
+CASES = [
+    ("qwen2, tied", False),
+    ("qwen3_next", False),
+    ("qwen3_moe", True),
+    *(pytest.param(name, False, marks=pytest.mark.long) for name in LONG),
+    pytest.param("qwen3_next", True, marks=pytest.mark.long),
+]
+
+
+@pytest.mark.parametrize(("name", "whole_experts"), CASES)
+def test_four_devices_give_the_tokens_of_one(name, whole_experts, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({**SIZES, **TRAITS[name]}))
     one = tokens_of(tmp_path, 1, REQUESTS, load_format="dummy")
-    four = tokens_of(tmp_path, 4, REQUESTS, load_format="dummy")
+    four = tokens_of(tmp_path, 4, REQUESTS, load_format="dummy", enable_expert_parallel=whole_experts)
     ties = 0
     for request in REQUESTS:
         expected, output = one[request.request_id], four[request.request_id]
@@ -83,6 +111,14 @@ def test_a_size_that_does_not_divide_is_refused_with_the_sizes_that_would():
     message = r"a tensor axis of 3 devices does not divide kv_heads 2, mlp 96, vocab 128; sizes that would: 1, 2$"
     with pytest.raises(ShardingError, match=message):
         build(GOLDEN / "llama", tensor_parallel_size=3, **OPTIONS)
+
+
+def test_experts_that_do_not_divide_are_refused_with_the_sizes_that_would(tmp_path):
+    config = {**SIZES, **TRAITS["qwen3_moe"], "num_experts": 6}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    message = "a tensor axis of 4 devices does not divide experts 6, .*; sizes that would: 1, 2$"
+    with pytest.raises(ShardingError, match=message):
+        tokens_of(tmp_path, 4, REQUESTS, load_format="dummy", enable_expert_parallel=True)
 
 
 def test_more_devices_than_there_are_are_refused_with_both_numbers():
