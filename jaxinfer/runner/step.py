@@ -77,7 +77,9 @@ class StepBuilder:
     def __post_init__(self) -> None:
         """Raises NotImplementedError for long contexts on several devices, or of a model with a recurrent state."""
         if self.long is not None and self.model.recurrent is not None:
-            raise NotImplementedError(f"{self.model.architecture} has a recurrent state, which a long context needs whole")
+            raise NotImplementedError(
+                f"{self.model.architecture} has a recurrent state, which a long context needs whole"
+            )
         if self.long is not None and self.mesh.size > 1:
             raise NotImplementedError(
                 f"contexts beyond the device's pages run on one device, not on {self.mesh.size}: the host's part of a "

@@ -1,0 +1,99 @@
+"""States of slots: a sequence has its own from its first token to its last, whatever shares its steps or its slot."""
+
+from __future__ import annotations
+
+import random
+
+import jax
+import numpy as np
+import pytest
+
+from jaxinfer.config import ConfigError
+from jaxinfer.types import FinishReason, Request
+from tests.engine.drive import GOLDEN, build, drive, num_equal
+
+# A pool of 12 pages for four sequences of up to 8 pages each, so that preemption is common.
+OPTIONS = {"page_size": 8, "num_pages": 12, "max_num_seqs": 4, "max_num_batched_tokens": 16}
+NUM_BATCHES = 12
+
+
+@pytest.fixture(scope="module", params=["qwen3_next", "qwen3_5"])
+def engine(request):
+    engine = build(GOLDEN / request.param, **OPTIONS)
+    yield engine
+    engine.close()
+
+
+def make_batch(seed: int) -> tuple[list[Request], list[int], dict[str, int]]:
+    """Requests, the steps at which they arrive, and those at which some are aborted."""
+    rng = random.Random(seed)
+    requests = [
+        Request(
+            request_id=str(i),
+            prompt_ids=tuple(rng.choices(range(128), k=rng.randint(1, 40))),
+            max_tokens=rng.randint(1, 24),
+            temperature=0.0,
+            logprobs=2,
+        )
+        for i in range(6)
+    ]
+    aborts = {str(rng.randrange(6)): rng.randint(0, 30) for _ in range(2)}
+    return requests, [rng.randint(0, 15) for _ in requests], aborts
+
+
+def spoil_states(engine) -> None:
+    """As if the last sequence of every slot had left the worst."""
+    state = engine._runner._state
+    engine._runner._state = state.replace(recurrent=state.recurrent + np.nan, conv=state.conv + np.nan)
+
+
+def test_tokens_do_not_depend_on_company_preemption_or_what_a_slot_held(engine):
+    before, ties, compared = engine.stats().num_preemptions, 0, 0
+    for seed in range(NUM_BATCHES):
+        requests, arrivals, aborts = make_batch(seed)
+        spoil_states(engine)
+        together = drive(engine, requests, arrivals=arrivals, aborts=aborts)
+        for request in requests:
+            spoil_states(engine)
+            alone = drive(engine, [request])[request.request_id]
+            tokens = together[request.request_id].tokens
+            if together[request.request_id].finish_reason != FinishReason.ABORT:
+                assert len(tokens) == len(alone.tokens)
+            margins = [logprobs.top[0][1] - logprobs.top[1][1] for logprobs in alone.logprobs]
+            equal, tied = num_equal(tokens, alone.tokens[: len(tokens)], margins)
+            ties, compared = ties + tied, compared + equal
+    assert engine.stats().num_preemptions - before >= 5
+    assert compared > 500 and ties <= 1
+
+
+def test_states_lost_with_a_failed_step_are_begun_anew(engine, monkeypatch):
+    request = Request(request_id="r", prompt_ids=tuple(range(20)), max_tokens=12, temperature=0.0)
+    expected = drive(engine, [request])["r"].tokens
+    real, steps = engine._runner.launch, 0
+
+    def fail_once(plan):
+        nonlocal steps
+        steps += 1
+        if steps == 3:
+            for array in jax.tree.leaves(engine._runner._state):
+                array.delete()
+            raise jax.errors.JaxRuntimeError("INTERNAL: lost")
+        return real(plan)
+
+    monkeypatch.setattr(engine._runner, "launch", fail_once)
+    assert drive(engine, [request])["r"].finish_reason is FinishReason.ERROR
+    assert drive(engine, [request])["r"].tokens == expected
+
+
+def test_no_prefix_is_kept_of_what_has_a_state(engine):
+    request = Request(request_id="r", prompt_ids=tuple(range(30)), max_tokens=4, temperature=0.0)
+    first, second = (drive(engine, [request])["r"].tokens for _ in range(2))
+    assert first == second
+    assert not engine.info.prefix_caching
+    assert engine.stats().cached_prompt_tokens == 0
+
+
+def test_a_tier_that_could_keep_nothing_is_refused():
+    message = "kv_host_gib is 1; Qwen3NextForCausalLM has a recurrent state, .*: 0 would work"
+    with pytest.raises(ConfigError, match=message):
+        build(GOLDEN / "qwen3_next", kv_host_gib=1, **OPTIONS)
