@@ -16,6 +16,7 @@ class Norm(NamedTuple):
 
     weight: jax.Array  # [L, D]
     eps: float
+    offset: float = 0.0  # added to the weight
 
 
 ROUTES = (

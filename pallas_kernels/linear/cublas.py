@@ -56,7 +56,7 @@ def rms_norm(x: jax.Array, norm: Norm, layer: jax.Array, target: Target) -> jax.
         [x, norm.weight, layer.reshape(1)],
         [jax.ShapeDtypeStruct(x.shape, x.dtype)],
         grid=(x.shape[0],),
-        constants={"WIDTH": width, "EPS": norm.eps, "BLOCK": triton.next_power_of_2(width)},
+        constants={"WIDTH": width, "EPS": norm.eps, "OFFSET": norm.offset, "BLOCK": triton.next_power_of_2(width)},
         target=target,
         num_warps=8 if width > 2048 else 4,
     )
@@ -64,12 +64,21 @@ def rms_norm(x: jax.Array, norm: Norm, layer: jax.Array, target: Target) -> jax.
 
 
 @triton.jit
-def _rms_norm(x_ptr, weight_ptr, layer_ptr, out_ptr, WIDTH: tl.constexpr, EPS: tl.constexpr, BLOCK: tl.constexpr):
+def _rms_norm(
+    x_ptr,
+    weight_ptr,
+    layer_ptr,
+    out_ptr,
+    WIDTH: tl.constexpr,
+    EPS: tl.constexpr,
+    OFFSET: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     layer = tl.load(layer_ptr).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < WIDTH
     x = tl.load(x_ptr + row * WIDTH + at, mask=inside, other=0.0).to(tl.float32)
-    weight = tl.load(weight_ptr + layer * WIDTH + at, mask=inside, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + layer * WIDTH + at, mask=inside, other=0.0).to(tl.float32) + OFFSET
     scale = tl.rsqrt(tl.sum(x * x, 0) / WIDTH + EPS)
     tl.store(out_ptr + row * WIDTH + at, (x * scale * weight).to(out_ptr.dtype.element_ty), mask=inside)

@@ -35,7 +35,7 @@ def run(
     """The contract is `api.linear`."""
     del counters
     if norm is not None:
-        x = rms_norm(x, of_layer(norm.weight, layer), norm.eps)
+        x = rms_norm(x, of_layer(norm.weight, layer), norm.eps, norm.offset)
     y = product(x, of_layer(weight, layer), out_dtype, target)
     if bias is not None:
         y = y + of_layer(bias, layer)
@@ -49,13 +49,16 @@ def of_layer(stacked: jax.Array, layer: jax.Array) -> jax.Array:
     return jax.lax.dynamic_index_in_dim(stacked, layer, keepdims=False, allow_negative_indices=False)
 
 
-def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """x [..., D] over the root of its mean square, times weight [D]. Normalised in float32, scaled in x's dtype.
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float, offset: float = 0.0) -> jax.Array:
+    """x [..., D] over the root of its mean square, times offset + weight [D]. Normalised in float32.
 
+    Scaled in x's dtype, or with an offset in float32.
     Source: Zhang and Sennrich 2019; rounding as in the published Llama and Qwen models.
     """
     wide = x.astype(jnp.float32)
     wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    if offset:
+        return (wide * (offset + weight.astype(jnp.float32))).astype(x.dtype)
     return wide.astype(x.dtype) * weight
 
 

@@ -79,6 +79,7 @@ def run(
         "N": num_out,
         "K": depth,
         "EPS": 0.0 if norm is None else norm.eps,
+        "OFFSET": 0.0 if norm is None else norm.offset,
         "NORM": norm is not None,
         "BIAS": bias is not None,
         "GATED": gated,
@@ -119,6 +120,7 @@ def _one_row(
     N: tl.constexpr,
     K: tl.constexpr,
     EPS: tl.constexpr,
+    OFFSET: tl.constexpr,
     NORM: tl.constexpr,
     BIAS: tl.constexpr,
     GATED: tl.constexpr,
@@ -148,7 +150,7 @@ def _one_row(
         x = tl.load(x_ptr + start + k, mask=inside, other=0.0).to(tl.float32)
         if NORM:
             squares += x * x
-            x *= tl.load(norm_ptr + layer * K + start + k, mask=inside, other=0.0).to(tl.float32)
+            x *= tl.load(norm_ptr + layer * K + start + k, mask=inside, other=0.0).to(tl.float32) + OFFSET
         acc += w.to(tl.float32) * x[None, :]
         if GATED:
             up += w_up.to(tl.float32) * x[None, :]
@@ -185,6 +187,7 @@ def _few_rows(
     N: tl.constexpr,
     K: tl.constexpr,
     EPS: tl.constexpr,
+    OFFSET: tl.constexpr,
     NORM: tl.constexpr,
     BIAS: tl.constexpr,
     GATED: tl.constexpr,
@@ -229,7 +232,7 @@ def _few_rows(
             wide = x.to(tl.float32)
             squares += tl.sum(wide * wide, axis=0)
             norm = tl.load(norm_ptr + layer * K + first + start + k, mask=k < DEPTH - start, other=0.0)
-            x = (wide * norm.to(tl.float32)[:, None]).to(x.dtype)
+            x = (wide * (norm.to(tl.float32) + OFFSET)[:, None]).to(x.dtype)
         acc = tl.dot(w, x, acc)
         if GATED:
             up = tl.dot(w_up, x, up)
