@@ -1,0 +1,1 @@
+"""Layers of experts, of which a router chooses some for each token."""
