@@ -25,6 +25,9 @@ from pallas_kernels.kv_write import api as kv_write_api
 from pallas_kernels.kv_write import cases as kv_write_cases
 from pallas_kernels.linear import api as linear_api
 from pallas_kernels.linear import cases as linear_cases
+from pallas_kernels.moe import api as moe_api
+from pallas_kernels.moe import cases as moe_cases
+from pallas_kernels.moe import routing as routing_api
 from pallas_kernels.paged_attention import api as attention_api
 from pallas_kernels.paged_attention import cases as attention_cases
 from pallas_kernels.paged_attention import decode as decode_api
@@ -177,12 +180,57 @@ def decode_attention(case: attention_cases.Case) -> Call:
     return Call(function, (a.qkv, a.k_pool, a.v_pool, a.q_norm, a.k_norm))
 
 
+def moe(case: moe_cases.Case) -> Call:
+    *arrays, valid = moe_cases.make(case)
+
+    def function(target, counters, x, router, gate_up, down, norm, residual):
+        out = moe_api.moe(
+            x,
+            moe_api.Experts(router, gate_up, down),
+            jnp.asarray(LAYER, jnp.int32),
+            norm=linear_api.Norm(norm, EPS, case.offset),
+            top_k=case.top_k,
+            renormalise=case.renormalise,
+            residual=residual,
+            first_expert=case.first_expert,
+            valid=None if valid is None else jnp.asarray(valid),
+            counters=counters,
+            target=target,
+        )
+        return Found([out], {})
+
+    return Call(function, tuple(arrays))
+
+
+def route(case: moe_cases.Case) -> Call:
+    made = moe_cases.make(case)
+
+    def function(target, counters, x, router, norm):
+        found = routing_api.route(
+            x,
+            router,
+            jnp.asarray(LAYER, jnp.int32),
+            norm=linear_api.Norm(norm, EPS, case.offset),
+            top_k=case.top_k,
+            renormalise=case.renormalise,
+            valid=None if made.valid is None else jnp.asarray(made.valid),
+            counters=counters,
+            target=target,
+        )
+        nowhere = case.padding == case.tokens  # then all are 0: a norm
+        return Found([found.weight + 1 if nowhere else found.weight], {}, (found.expert,))
+
+    return Call(function, (made.x, made.router, made.norm))
+
+
 OPS = {
     "linear": (linear, linear_api),
     "kv_write": (kv_write, kv_write_api),
     "paged_attention": (paged_attention, attention_api),
     "decode_attention": (decode_attention, decode_api),
     "sample": (sample, sample_api),
+    "route": (route, routing_api),
+    "moe": (moe, moe_api),
 }
 
 
