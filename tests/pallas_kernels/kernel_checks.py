@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from pallas_kernels.delta_rule.cases import CASES as DELTA_RULE
 from pallas_kernels.kv_write.cases import CASES as KV_WRITE
 from pallas_kernels.linear.cases import CASES as LINEAR
 from pallas_kernels.paged_attention.cases import CASES as PAGED_ATTENTION
@@ -51,6 +52,7 @@ CHECKS: Mapping[str, Sequence[Check]] = {
         *without_counters(IN_ONE, "decode, long contexts of several lengths"),
     ],
     "sample": [*map(Check, SAMPLE), *without_counters(SAMPLE, "every feature, ties")],
+    "delta_rule": [*map(Check, DELTA_RULE)],
 }
 
 
