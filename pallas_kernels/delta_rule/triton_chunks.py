@@ -4,8 +4,8 @@ Within a chunk, with G the running sum of log decays, A the strictly lower part 
 T = inverse(I + A): what tokens write is U - W S, U = T (beta v), W = T (beta exp(G) k), S the state before the chunk.
 The first kernel computes U and W of every chunk at once, the second goes through the chunks of a row for their states,
 the third reads all states at once.
-Source: Yang et al. 2024 (Parallelizing Linear Transformers with the Delta Rule), section 3; with decays Yang et al. 2024
-(Gated Delta Networks), section 3.3.
+Source: Yang et al. 2024 (Parallelizing Linear Transformers with the Delta Rule), section 3; with decays, Yang et al.
+2024 (Gated Delta Networks), section 3.3.
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ def run_rows(
     num_tokens, num_chunks, num_rows = x.shape[0], chunks.row.shape[0], rows.slot.shape[0]
     tuning = tuning or Tuning()
     layer = layer.reshape(1)
-    sizes = {"SLOTS": slots, "HEADS": heads, "GROUP": group, "DK": key_width, "DV": value_width, "CHUNK": CHUNK}
-    places = [rows.slot, rows.query_start, rows.query_len, rows.context_len]
+    sizes = {"HEADS": heads, "GROUP": group, "DK": key_width, "DV": value_width, "CHUNK": CHUNK}
     by_chunk = [chunks.row, chunks.offset, chunks.count]
     keys = jax.ShapeDtypeStruct((num_tokens, heads, key_width), x.dtype)
     writes = jax.ShapeDtypeStruct((num_tokens, heads, group, value_width), x.dtype)
     q, k, w, u, decays = launch(
         _prepare_chunks,
-        [x, weights.conv, weights.a_log, weights.dt_bias, pools.conv, layer, *places, *by_chunk],
+        [x, weights.conv, weights.a_log, weights.dt_bias, pools.conv, layer, rows.slot, rows.query_start]
+        + [rows.context_len, *by_chunk],
         [
             keys,
             keys,
@@ -78,7 +78,7 @@ def run_rows(
             jax.ShapeDtypeStruct((num_tokens, heads, group), jnp.float32),
         ],
         grid=(heads, num_chunks),
-        constants={**sizes, "PRECISION": "ieee" if INTERPRETING else tuning.precision},
+        constants={**sizes, "SLOTS": slots, "PRECISION": "ieee" if INTERPRETING else tuning.precision},
         target=target,
         num_warps=tuning.prepare_warps,
         num_stages=1,
@@ -87,18 +87,19 @@ def run_rows(
     rows_at_once = min(ROWS_AT_ONCE, num_rows)
     before, written = launch(
         states_of_chunks,
-        [x, k, w, u, decays, layer, *places, chunks.rows, chunks.first, chunks.num_rows],
+        [x, k, w, u, decays, layer, *rows[:4], chunks.rows, chunks.first, chunks.num_rows],
         [jax.ShapeDtypeStruct((num_chunks, heads, group, key_width, value_width), x.dtype), writes],
         in_place=pools,
         grid=(heads * group * (value_width // block), rows_at_once),
-        constants={**sizes, "BLOCK": block, "ROWS_AT_ONCE": rows_at_once},
+        constants={**sizes, "SLOTS": slots, "BLOCK": block, "ROWS_AT_ONCE": rows_at_once},
         target=target,
         num_warps=tuning.state_warps,
         num_stages=tuning.state_stages,
     )
     (out,) = launch(
         outputs_of_tokens,
-        [x, q, k, written, decays, before, single, weights.norm, layer, *places, rows.token_row, *by_chunk],
+        [x, q, k, written, decays, before, single, weights.norm, layer, rows.query_start, rows.query_len]
+        + [rows.token_row, *by_chunk],
         [writes],
         grid=(heads * group, num_chunks + -(-num_tokens // CHUNK)),
         constants={
@@ -187,7 +188,6 @@ def _prepare_chunks(
     layer_ptr,
     slot_ptr,
     query_start_ptr,
-    query_len_ptr,
     context_len_ptr,
     chunk_row_ptr,
     chunk_offset_ptr,
