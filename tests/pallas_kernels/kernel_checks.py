@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from pallas_kernels.delta_rule.cases import CASES as DELTA_RULE
 from pallas_kernels.kv_write.cases import CASES as KV_WRITE
 from pallas_kernels.linear.cases import CASES as LINEAR
 from pallas_kernels.moe.cases import CASES as MOE
@@ -54,6 +55,7 @@ CHECKS: Mapping[str, Sequence[Check]] = {
     "sample": [*map(Check, SAMPLE), *without_counters(SAMPLE, "every feature, ties")],
     "route": [*map(Check, MOE), *without_counters(MOE, "128 experts, 9 tokens")],
     "moe": [*map(Check, MOE), *without_counters(MOE, "128 experts, 9 tokens")],
+    "delta_rule": [*map(Check, DELTA_RULE)],
 }
 
 
