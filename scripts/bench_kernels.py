@@ -29,6 +29,7 @@ from jaxinfer.runner.sampling import num_top
 from pallas_kernels.dispatch import Route, Target
 from pallas_kernels.kv_write import api as kv_write_api
 from pallas_kernels.linear import api as linear_api
+from pallas_kernels.moe import api as moe_api
 from pallas_kernels.paged_attention import api as attention_api
 from pallas_kernels.sample import api as sample_api
 from pallas_kernels.sample import cases as sample_cases
@@ -37,6 +38,7 @@ RUNS = 20
 DTYPE = jnp.bfloat16
 NUM_COUNTERS = 2**14
 QWEN3_4B = {"H": 32, "K": 8, "E": 128, "D": 2560, "F": 9728, "V": sample_cases.QWEN3}
+QWEN3_30B_A3B = {"D": 2048, "I": 768, "X": 128, "k": 8}
 ASKS = {
     "temperature": sample_cases.Ask(temperature=0.7),
     "top-k and top-p": sample_cases.Ask(temperature=0.6, top_k=20, top_p=0.95),
@@ -158,6 +160,39 @@ def linear_case(name: str, rows: int, depth: int, out: int, layers: int, **more:
     return Case(name, layers, linear_api.ROUTES[:-1], call, arrays, 2.0 * weights, 2.0 * weights * rows)
 
 
+def moe_case(name: str, tokens: int, layers: int, sizes: dict[str, int]) -> Case:
+    """A layer of experts. Its bytes are those of the experts that random choices meet, on average."""
+    depth, width, num_experts, top_k = (sizes[key] for key in "DIXk")
+
+    def arrays():
+        experts = moe_api.Experts(
+            random(1, layers, num_experts, depth, scale=depth**-0.5),
+            random(2, layers, num_experts, 2, width, depth, scale=depth**-0.5),
+            random(3, layers, num_experts, depth, width, scale=width**-0.5),
+        )
+        return random(4, tokens, depth), experts, jnp.ones((layers, depth), DTYPE)
+
+    def call(route, layer, counters, arrays, target):
+        x, experts, scale = arrays
+        return route.run(
+            x,
+            experts,
+            layer,
+            norm=linear_api.Norm(scale, 1e-6),
+            top_k=top_k,
+            renormalise=True,
+            residual=x,
+            first_expert=jnp.zeros((), jnp.int32),
+            valid=None,
+            counters=counters,
+            target=target,
+        )
+
+    met = num_experts * (1 - (1 - top_k / num_experts) ** tokens)
+    expert = 3.0 * depth * width
+    return Case(name, layers, moe_api.ROUTES[:-1], call, arrays, 2 * met * expert, 2 * tokens * top_k * expert)
+
+
 def kv_write_case(name: str, tokens: int, layers: int, heads: dict[str, int]) -> Case:
     """QK-norm, RoPE and KV write of `tokens` tokens."""
     num_kv_heads, width, group, page_size = heads["K"], heads["E"], heads["H"] // heads["K"], 16
@@ -205,7 +240,7 @@ def sample_case(name: str, rows: int, vocab: int, ask: sample_cases.Ask, layers:
 
 
 def cases() -> Iterator[Case]:
-    """The shapes of Qwen3-4B, by what a step does with them."""
+    """The shapes of Qwen3-4B, and of Qwen3-30B-A3B's experts, by what a step does with them."""
     q = QWEN3_4B
     heads = {key: q[key] for key in "HKE"}
     yield attention_case("decode attention, 1 x 131,072", [(1, 131071)], 8, heads=heads)
@@ -222,6 +257,8 @@ def cases() -> Iterator[Case]:
         yield linear_case(f"down, {rows} rows", rows, q["F"], q["D"], layers, residual=True)
         yield linear_case(f"qkv, {rows} rows", rows, q["D"], 6144, layers, norm=True)
         yield linear_case(f"out, {rows} rows", rows, 4096, q["D"], layers, residual=True)
+    for tokens in (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 8192):
+        yield moe_case(f"experts of Qwen3-30B-A3B, {tokens} tokens", tokens, 24, QWEN3_30B_A3B)
     for tokens in (1, 256, 8192):
         yield kv_write_case(f"QK-norm, RoPE and KV write, {tokens} tokens", tokens, 16, heads)
     for rows in (1, 64, 256):

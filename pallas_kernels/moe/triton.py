@@ -31,10 +31,10 @@ class Tilings(NamedTuple):
     grouped: triton_grouped.Tilings
 
 
-def tile(tokens: int, top_k: int, num_experts: int) -> Tilings:
+def tile(tokens: int, top_k: int, num_experts: int, target: Target) -> Tilings:
     """The tilings of a call, of `num_experts` of all devices."""
     few = triton_few.TILING if tokens <= MAX_FEW else None
-    return Tilings(few, triton_grouped.tile(tokens * top_k / num_experts))
+    return Tilings(few, triton_grouped.tile(tokens * top_k / num_experts, target))
 
 
 def run(
@@ -55,7 +55,7 @@ def run(
     """The contract is `api.moe`."""
     check_dtypes(x, *experts, norm.weight, *(() if residual is None else (residual,)))
     tokens, num_here = x.shape[0], experts.gate_up.shape[1]
-    few, grouped = tilings or tile(tokens, top_k, experts.router.shape[1])
+    few, grouped = tilings or tile(tokens, top_k, experts.router.shape[1], target)
     how = {"norm": norm, "top_k": top_k, "renormalise": renormalise, "valid": valid, "counters": counters}
     chosen = choose(x, experts.router, layer, target=target, **how)
     if few is not None:

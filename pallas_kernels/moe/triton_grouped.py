@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from pallas_kernels.dispatch import Target
-from pallas_kernels.triton_call import launch
+from pallas_kernels.triton_call import launch, shared_bytes
 
 if TYPE_CHECKING:
     from pallas_kernels.moe.api import Experts
@@ -37,17 +37,25 @@ class Tilings(NamedTuple):
     down: Tiling
 
 
-def tile(rows_per_expert: float) -> Tilings:
+def tile(rows_per_expert: float, target: Target) -> Tilings:
     """By the mean number of choices of an expert.
 
     Few: the weights take all the time, tiles are small and many are under way. Many: the tensor cores do.
     """
     if rows_per_expert <= 24:
         rows = 16 if rows_per_expert <= 8 else 32
-        return Tilings(Tiling(rows, 64, 64, 4, 4), Tiling(rows, 64, 64, 4, 5))
-    if rows_per_expert <= 96:
-        return Tilings(Tiling(64, 64, 64, 4, 4), Tiling(64, 128, 64, 4, 4))
-    return Tilings(Tiling(128, 128, 64, 8, 3), Tiling(128, 128, 64, 8, 4))
+        gate_up, down = Tiling(rows, 64, 64, 4, 4), Tiling(rows, 64, 64, 4, 5)
+    elif rows_per_expert <= 96:
+        gate_up, down = Tiling(64, 64, 64, 4, 4), Tiling(64, 128, 64, 4, 4)
+    else:
+        gate_up, down = Tiling(128, 128, 64, 8, 3), Tiling(128, 128, 64, 8, 4)
+    return Tilings(_fit(gate_up, 2, target), _fit(down, 1, target))
+
+
+def _fit(tiling: Tiling, parts: int, target: Target) -> Tiling:
+    """With as many stages as there is shared memory for; `parts` of the weight are read at a time."""
+    stage_bytes = 2 * (tiling.rows + parts * tiling.out) * tiling.depth
+    return tiling._replace(num_stages=min(tiling.num_stages, shared_bytes(target) // stage_bytes))
 
 
 def run(

@@ -269,10 +269,10 @@ def _sort(
         first = tl.sum(tl.where(bins < mine, blocks, 0), 0)
         num = (stop - start + ROWS - 1) // ROWS
         for base in range(0, num, 32):
-            i = base + tl.arange(0, 32)
-            row = start + i * ROWS
-            tl.store(block_expert_ptr + first + i, tl.zeros([32], tl.int32) + mine, mask=i < num)
-            tl.store(block_start_ptr + first + i, row, mask=i < num)
-            tl.store(block_stop_ptr + first + i, tl.minimum(row + ROWS, stop), mask=i < num)
+            b = base + tl.arange(0, 32)
+            row = start + b * ROWS
+            tl.store(block_expert_ptr + first + b, tl.zeros([32], tl.int32) + mine, mask=b < num)
+            tl.store(block_start_ptr + first + b, row, mask=b < num)
+            tl.store(block_stop_ptr + first + b, tl.minimum(row + ROWS, stop), mask=b < num)
         if mine == 0:
             tl.store(num_blocks_ptr, tl.sum(blocks, 0))
