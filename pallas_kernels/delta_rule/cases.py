@@ -109,7 +109,7 @@ def make(case: Case, *, num_layers: int = 2, seed: int = 0) -> Arrays:
         return rng.standard_normal(shape, np.float32)
 
     heads, group, slots = case.key_heads, case.group, case.num_slots + 1
-    rows = _rows(case, rng.permutation(case.num_slots))
+    rows = place(case, rng.permutation(case.num_slots))
     state = 0.3 * normal(num_layers, slots, heads, group, case.key_width, case.value_width)
     ring = normal(num_layers, slots, TAPS, heads, case.channels)
     lost = [*rows.slot[rows.context_len == 0], case.num_slots]
@@ -126,7 +126,9 @@ def make(case: Case, *, num_layers: int = 2, seed: int = 0) -> Arrays:
     )
 
 
-def _rows(case: Case, free_slots: np.ndarray) -> SlotRows:
+def place(case: Case, free_slots: np.ndarray | None = None) -> SlotRows:
+    """Rows, one after the other, with the first of `free_slots`; without them in slots 0, 1 and so on."""
+    free_slots = np.arange(case.num_slots) if free_slots is None else free_slots
     lens = np.array([*case.rows, *[(0, 0)] * case.pad_rows], np.int32)
     query_len, context_len = lens.T
     query_start = (np.cumsum(query_len) - query_len).astype(np.int32)

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 class Tuning(NamedTuple):
     """How the three kernels are cut and compiled."""
 
-    prepare_warps: int = 8
+    prepare_block: int = 64  # channels of values at a time
+    prepare_warps: int = 4
     state_block: int = 32  # columns of a program's state
     state_warps: int = 4
     state_stages: int = 3
@@ -40,8 +41,19 @@ class Tuning(NamedTuple):
     precision: str = "bf16x3"  # of the products that invert the triangle
 
 
+TUNING = Tuning()
 ROWS_AT_ONCE = 8
 """Rows whose chunks are gone through side by side. One row's heads fill the card."""
+
+
+class Prepared(NamedTuple):
+    """Of the tokens in chunks."""
+
+    q: jax.Array  # [T, Hk, dk]
+    k: jax.Array  # [T, Hk, dk]
+    w: jax.Array  # [T, Hk, r, dk]
+    u: jax.Array  # [T, Hk, r, dv]
+    decays: jax.Array  # [T, Hk, r] float32, logarithms, summed from the start of the chunk
 
 
 def run_rows(
@@ -55,65 +67,112 @@ def run_rows(
     *,
     eps: float,
     target: Target,
-    tuning: Tuning | None = None,
+    tuning: Tuning = TUNING,
 ) -> jax.Array:
     """[T, Hk, r, dv]: of rows in `chunks`, what `single` [R, Hk, r, dv] holds of rows with one token, and zeros."""
-    _, slots, heads, group, key_width, value_width = pools.state.shape
-    num_tokens, num_chunks, num_rows = x.shape[0], chunks.row.shape[0], rows.slot.shape[0]
-    tuning = tuning or Tuning()
-    layer = layer.reshape(1)
-    sizes = {"HEADS": heads, "GROUP": group, "DK": key_width, "DV": value_width, "CHUNK": CHUNK}
-    by_chunk = [chunks.row, chunks.offset, chunks.count]
-    keys = jax.ShapeDtypeStruct((num_tokens, heads, key_width), x.dtype)
-    writes = jax.ShapeDtypeStruct((num_tokens, heads, group, value_width), x.dtype)
-    q, k, w, u, decays = launch(
-        _prepare_chunks,
-        [x, weights.conv, weights.a_log, weights.dt_bias, pools.conv, layer, rows.slot, rows.query_start]
-        + [rows.context_len, *by_chunk],
-        [
-            keys,
-            keys,
-            jax.ShapeDtypeStruct((num_tokens, heads, group, key_width), x.dtype),
-            writes,
-            jax.ShapeDtypeStruct((num_tokens, heads, group), jnp.float32),
-        ],
-        grid=(heads, num_chunks),
-        constants={**sizes, "SLOTS": slots, "PRECISION": "ieee" if INTERPRETING else tuning.precision},
-        target=target,
-        num_warps=tuning.prepare_warps,
-        num_stages=1,
-    )
-    block = min(tuning.state_block, value_width)
-    rows_at_once = min(ROWS_AT_ONCE, num_rows)
-    before, written = launch(
-        states_of_chunks,
-        [x, k, w, u, decays, layer, *rows[:4], chunks.rows, chunks.first, chunks.num_rows],
-        [jax.ShapeDtypeStruct((num_chunks, heads, group, key_width, value_width), x.dtype), writes],
-        in_place=pools,
-        grid=(heads * group * (value_width // block), rows_at_once),
-        constants={**sizes, "SLOTS": slots, "BLOCK": block, "ROWS_AT_ONCE": rows_at_once},
-        target=target,
-        num_warps=tuning.state_warps,
-        num_stages=tuning.state_stages,
-    )
+    how = {"target": target, "tuning": tuning}
+    prepared = prepare(x, weights, pools, layer, rows, chunks, **how)
+    states, written = states_before(x, prepared, pools, layer, rows, chunks, **how)
+    tokens = written.shape[0]
     (out,) = launch(
         outputs_of_tokens,
-        [x, q, k, written, decays, before, single, weights.norm, layer, rows.query_start, rows.query_len]
-        + [rows.token_row, *by_chunk],
-        [writes],
-        grid=(heads * group, num_chunks + -(-num_tokens // CHUNK)),
+        [
+            *(x, prepared.q, prepared.k, written, prepared.decays, states, single, weights.norm, layer.reshape(1)),
+            *(rows.query_start, rows.query_len, rows.token_row, chunks.row, chunks.offset, chunks.count),
+        ],
+        [jax.ShapeDtypeStruct(written.shape, written.dtype)],
+        grid=(x.shape[1] * written.shape[2], chunks.row.shape[0] + -(-tokens // CHUNK)),
         constants={
-            **sizes,
+            **_sizes(pools),
             "EPS": eps,
-            "TOKENS": num_tokens,
-            "CHUNKS": num_chunks,
-            "BLOCK": min(tuning.output_block, key_width),
+            "TOKENS": tokens,
+            "CHUNKS": chunks.row.shape[0],
+            "BLOCK": min(tuning.output_block, prepared.k.shape[2]),
         },
         target=target,
         num_warps=tuning.output_warps,
         num_stages=tuning.output_stages,
     )
     return out
+
+
+def prepare(
+    x: jax.Array,
+    weights: DeltaWeights,
+    pools: DeltaPools,
+    layer: jax.Array,
+    rows: SlotRows,
+    chunks: Chunks,
+    *,
+    target: Target,
+    tuning: Tuning = TUNING,
+) -> Prepared:
+    """What does not depend on the states."""
+    _, slots, heads, group, key_width, value_width = pools.state.shape
+    tokens = x.shape[0], heads
+    return Prepared(
+        *launch(
+            _prepare_chunks,
+            [
+                *(x, weights.conv, weights.a_log, weights.dt_bias, pools.conv, layer.reshape(1)),
+                *(rows.slot, rows.query_start, rows.context_len, chunks.row, chunks.offset, chunks.count),
+            ],
+            [
+                jax.ShapeDtypeStruct((*tokens, key_width), x.dtype),
+                jax.ShapeDtypeStruct((*tokens, key_width), x.dtype),
+                jax.ShapeDtypeStruct((*tokens, group, key_width), x.dtype),
+                jax.ShapeDtypeStruct((*tokens, group, value_width), x.dtype),
+                jax.ShapeDtypeStruct((*tokens, group), jnp.float32),
+            ],
+            grid=(heads * group, chunks.row.shape[0]),
+            constants={
+                **_sizes(pools),
+                "SLOTS": slots,
+                "BLOCK": min(tuning.prepare_block, value_width),
+                "PRECISION": "ieee" if INTERPRETING else tuning.precision,
+            },
+            target=target,
+            num_warps=tuning.prepare_warps,
+            num_stages=1,
+        )
+    )
+
+
+def states_before(
+    x: jax.Array,
+    prepared: Prepared,
+    pools: DeltaPools,
+    layer: jax.Array,
+    rows: SlotRows,
+    chunks: Chunks,
+    *,
+    target: Target,
+    tuning: Tuning = TUNING,
+) -> tuple[jax.Array, jax.Array]:
+    """The states before the chunks [N, Hk, r, dk, dv], and what tokens write [T, Hk, r, dv]. Changes the pools."""
+    state = pools.state.shape[2:]
+    block = min(tuning.state_block, state[-1])
+    rows_at_once = min(ROWS_AT_ONCE, rows.slot.shape[0])
+    before, written = launch(
+        states_of_chunks,
+        [
+            *(x, prepared.k, prepared.w, prepared.u, prepared.decays, layer.reshape(1)),
+            *(rows.slot, rows.query_start, rows.query_len, rows.context_len),
+            *(chunks.rows, chunks.first, chunks.num_rows),
+        ],
+        [jax.ShapeDtypeStruct((*chunks.row.shape, *state), x.dtype), jax.ShapeDtypeStruct(prepared.u.shape, x.dtype)],
+        in_place=pools,
+        grid=(state[0] * state[1] * (state[-1] // block), rows_at_once),
+        constants={**_sizes(pools), "SLOTS": pools.state.shape[1], "BLOCK": block, "ROWS_AT_ONCE": rows_at_once},
+        target=target,
+        num_warps=tuning.state_warps,
+        num_stages=tuning.state_stages,
+    )
+    return before, written
+
+
+def _sizes(pools: DeltaPools) -> dict[str, int]:
+    return {**dict(zip(("HEADS", "GROUP", "DK", "DV"), pools.state.shape[2:], strict=True)), "CHUNK": CHUNK}
 
 
 @triton.jit
@@ -203,14 +262,16 @@ def _prepare_chunks(
     DK: tl.constexpr,
     DV: tl.constexpr,
     CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """A key head of a chunk: its queries and keys, W and U of its value heads, and their running sums of log decays."""
+    """A value head of a chunk: its W and U and its running sum of log decays; of the first, its key head's q and k."""
     CHANNELS: tl.constexpr = 2 * DK + GROUP * DV
     WIDTH: tl.constexpr = CHANNELS + GROUP * DV + 2 * GROUP
     STRIDE: tl.constexpr = HEADS * WIDTH
     RING: tl.constexpr = HEADS * CHANNELS
-    head = tl.program_id(0)
+    head = tl.program_id(0) // GROUP
+    g = tl.program_id(0) % GROUP
     chunk = tl.program_id(1)
     count = tl.load(chunk_count_ptr + chunk)
     if count == 0:
@@ -223,39 +284,38 @@ def _prepare_chunks(
     slot = tl.load(slot_ptr + row).to(tl.int64)
     i = tl.arange(0, CHUNK)
     c = tl.arange(0, DK)
-    e = tl.arange(0, DV)
     inside = i < count
     x = x_ptr + (token * HEADS + head) * WIDTH
     ring = ring_ptr + (layer * SLOTS + slot) * 4 * RING + head * CHANNELS
     conv = conv_ptr + (layer * HEADS + head) * (CHANNELS * 4)
     at = (token + i) * HEADS + head
 
-    q = _convolved(x, ring, conv, c, i, offset, count, context_len, STRIDE, RING)
-    q *= tl.rsqrt(tl.sum(q * q, 1) + 1e-6)[:, None] * DK**-0.5
-    tl.store(q_ptr + at[:, None] * DK + c[None, :], q.to(q_ptr.dtype.element_ty), mask=inside[:, None])
     wide = _convolved(x, ring, conv, DK + c, i, offset, count, context_len, STRIDE, RING)
     k = (wide * tl.rsqrt(tl.sum(wide * wide, 1) + 1e-6)[:, None]).to(k_ptr.dtype.element_ty)
-    tl.store(k_ptr + at[:, None] * DK + c[None, :], k, mask=inside[:, None])
-    products = tl.dot(k, tl.trans(k))
-    earlier = i[:, None] > i[None, :]
-    for g in range(GROUP):
-        of_gate = (layer * HEADS + head) * GROUP + g
-        gates = x + i * STRIDE + CHANNELS + GROUP * DV + g
-        beta = tl.where(inside, tl.sigmoid(tl.load(gates, mask=inside, other=0.0).to(tl.float32)), 0.0)
-        a = tl.load(gates + GROUP, mask=inside, other=0.0).to(tl.float32)
-        rate = tl.exp(tl.load(a_log_ptr + of_gate).to(tl.float32))
-        step = -rate * softplus(a + tl.load(dt_bias_ptr + of_gate).to(tl.float32))
-        decay = tl.cumsum(tl.where(inside, step, 0.0), 0)
-        tl.store(decay_ptr + at * GROUP + g, decay, mask=inside)
-        faded = tl.exp(tl.where(earlier, decay[:, None] - decay[None, :], -1e30))
-        inverse = _inverse(products * faded * beta[:, None], CHUNK, PRECISION).to(k.dtype)
+    if g == 0:
+        of_key = at[:, None] * DK + c[None, :]
+        tl.store(k_ptr + of_key, k, mask=inside[:, None])
+        q = _convolved(x, ring, conv, c, i, offset, count, context_len, STRIDE, RING)
+        q *= tl.rsqrt(tl.sum(q * q, 1) + 1e-6)[:, None] * DK**-0.5
+        tl.store(q_ptr + of_key, q.to(q_ptr.dtype.element_ty), mask=inside[:, None])
+
+    of_gate = (layer * HEADS + head) * GROUP + g
+    gates = x + i * STRIDE + CHANNELS + GROUP * DV + g
+    beta = tl.where(inside, tl.sigmoid(tl.load(gates, mask=inside, other=0.0).to(tl.float32)), 0.0)
+    a = tl.load(gates + GROUP, mask=inside, other=0.0).to(tl.float32)
+    rate = tl.exp(tl.load(a_log_ptr + of_gate).to(tl.float32))
+    step = -rate * softplus(a + tl.load(dt_bias_ptr + of_gate).to(tl.float32))
+    decay = tl.cumsum(tl.where(inside, step, 0.0), 0)
+    tl.store(decay_ptr + at * GROUP + g, decay, mask=inside)
+    faded = tl.exp(tl.where(i[:, None] > i[None, :], decay[:, None] - decay[None, :], -1e30))
+    inverse = _inverse(tl.dot(k, tl.trans(k)) * faded * beta[:, None], CHUNK, PRECISION).to(k.dtype)
+
+    at = at * GROUP + g
+    seen = (k.to(tl.float32) * (beta * tl.exp(decay))[:, None]).to(k.dtype)
+    w = tl.dot(inverse, seen).to(w_ptr.dtype.element_ty)
+    tl.store(w_ptr + at[:, None] * DK + c[None, :], w, mask=inside[:, None])
+    for first in range(0, DV, BLOCK):
+        e = first + tl.arange(0, BLOCK)
         v = _convolved(x, ring, conv, 2 * DK + g * DV + e, i, offset, count, context_len, STRIDE, RING)
-        u = tl.dot(inverse, (v * beta[:, None]).to(k.dtype))
-        tl.store(
-            u_ptr + (at * GROUP + g)[:, None] * DV + e[None, :], u.to(u_ptr.dtype.element_ty), mask=inside[:, None]
-        )
-        seen = (k.to(tl.float32) * (beta * tl.exp(decay))[:, None]).to(k.dtype)
-        w = tl.dot(inverse, seen)
-        tl.store(
-            w_ptr + (at * GROUP + g)[:, None] * DK + c[None, :], w.to(w_ptr.dtype.element_ty), mask=inside[:, None]
-        )
+        u = tl.dot(inverse, (v * beta[:, None]).to(k.dtype)).to(u_ptr.dtype.element_ty)
+        tl.store(u_ptr + at[:, None] * DV + e[None, :], u, mask=inside[:, None])
