@@ -283,7 +283,9 @@ def convert(model: str, out: str, *, revision: str | None = None, dtype: str = "
     checkpoint = resolve(config.model, revision=config.revision)
     described = registry.from_config(checkpoint.config, tensor_names(checkpoint))
     if dtype == "auto":
-        dtype = str(checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype") or "float32")
+        text = checkpoint.config.get("text_config") or {}
+        named = (source.get(key) for source in (text, checkpoint.config) for key in ("dtype", "torch_dtype"))
+        dtype = str(next(filter(None, named), "float32"))
     shardings = rules.shardings(described.specs, rules.make_mesh(1))
     with contextlib.closing(Progress()) as progress:
         params = load_params(checkpoint, described, jnp.dtype(dtype), shardings, seed=config.seed, progress=progress)
