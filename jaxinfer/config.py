@@ -151,6 +151,8 @@ class SchedulerLimits:
     compute_ms: float = 0.0  # to compute the keys and values of a token anew
     num_disk_pages: int = 0  # with 0 there is no disk tier
     fingerprint: str = ""  # of the model, in the names of pages on disk
+    num_states: int = 0  # copies of recurrent states that are kept for requests that begin alike
+    state_tokens: int = 0  # positions between them; with 0 sequences have no state but their pages
     long_tokens: int = 0  # that the host holds of a context which the pool does not; with 0 there is none longer
     long_chunk: int = 0  # most tokens of a step behind the pool
 

@@ -232,6 +232,11 @@ def small_programs(builder: StepBuilder) -> dict[str, Program]:
         Program("set_up_slot", builder.set_up_slot, (state, history), state, donated=(0,), options=options),
         Program("set_up_prefix", set_up_prefix, (state, staged, prefix), (state, staged), (0, 1), options),
     )
+    if builder.shape.num_states:
+        places = builder.replicated((2,), jnp.int32)
+        found += (
+            Program("copy_state", builder.copy_state, (state, places), state, donated=(0,), options=options),
+        )
     if builder.frame_pages:
         pages, frame = builder.replicated((builder.frame_pages,), jnp.int32), builder.abstract_frame
         pools = state.k_pages, state.v_pages
