@@ -17,7 +17,7 @@ import uvloop
 
 from jaxinfer.engine.client import EngineClient
 from jaxinfer.http.control import Control, Setup
-from jaxinfer.http.metrics import Counters
+from jaxinfer.http.counters import Counters
 from jaxinfer.http.server import create_app
 from jaxinfer.http.supervisor import FrontEnds
 from jaxinfer.http.worker import Worker

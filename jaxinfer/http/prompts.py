@@ -65,9 +65,10 @@ class PromptMaker:
             prompt_tokens += len(ids)
             for sequence in lower(ids, _at_least_one(sampling), self._info, self._tokenizer, f"{reply_id}-{number}"):
                 output = OutputStream(self._tokenizer, ids, sampling)
-                timer = SequenceTimer(metrics, arrival_s)
+                timer = SequenceTimer(metrics, arrival_s, len(ids), sequence.max_tokens)
                 runs = None if sampling.max_tokens == 0 else sequence
                 choices.append(Choice(len(choices), runs, output, timer, echo))
+        metrics.choices_asked.observe(sampling.n)
         return Generation(
             head=ReplyHead(reply_id, int(time.time()), model, chat),
             choices=choices,
