@@ -63,7 +63,7 @@ class Gate:
         start_s = time.monotonic()
         headers = Headers(raw=scope["headers"])
         request_id = _request_id(headers)
-        reply = _Reply(send, [(b"x-request-id", request_id.encode()), *self._cors_headers(headers)])
+        reply = _Reply(send, [(b"x-request-id", request_id.encode()), *self._cors_headers(scope, headers)])
         body = _BodyLog(receive) if self._logs_bodies else None
         try:
             await self._pass(scope, body or receive, reply, headers)
@@ -76,10 +76,9 @@ class Gate:
     async def _pass(self, scope: Scope, receive: Receive, send: _Reply, headers: Headers) -> None:
         path = scope["path"]
         try:
-            if self._cors is not None and scope["method"] == "OPTIONS":
+            if self._cors is not None and _is_preflight(scope, headers):
                 # Before the key is asked for: a browser sends none with this question.
-                if "origin" in headers and "access-control-request-method" in headers:
-                    return await _preflight(self._cors, headers)(scope, receive, send)
+                return await _preflight(self._cors, headers)(scope, receive, send)
             if self._key_digests and path not in OPEN_PATHS:
                 self._check_key(headers)
         except HttpError as error:
@@ -101,10 +100,10 @@ class Gate:
                 headers={"WWW-Authenticate": "Bearer"},
             )
 
-    def _cors_headers(self, headers: Headers) -> list[tuple[bytes, bytes]]:
+    def _cors_headers(self, scope: Scope, headers: Headers) -> list[tuple[bytes, bytes]]:
         """What a web page's browser is told with the reply itself."""
         cors, origin = self._cors, headers.get("origin")
-        if cors is None:
+        if cors is None or _is_preflight(scope, headers):
             return []
         if origin is None or not cors.is_allowed_origin(origin):
             return [(b"vary", b"Origin")]
@@ -153,6 +152,10 @@ def _request_id(headers: Headers) -> str:
 
 def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode()).digest()
+
+
+def _is_preflight(scope: Scope, headers: Headers) -> bool:
+    return scope["method"] == "OPTIONS" and "origin" in headers and "access-control-request-method" in headers
 
 
 def _preflight(cors: CORSMiddleware, headers: Headers) -> Response:
