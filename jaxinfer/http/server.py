@@ -18,17 +18,19 @@ from jaxinfer.config import ServerConfig
 from jaxinfer.http import openai
 from jaxinfer.http.bodies import json_response
 from jaxinfer.http.counters import Counters
-from jaxinfer.http.errors import HttpError, problem_at
+from jaxinfer.http.errors import ClientGone, HttpError, problem_at
 from jaxinfer.http.gate import Gate
 from jaxinfer.http.generate import Endpoint, GenerateRoute, OpenAiEndpoint
 from jaxinfer.http.guard import OpenRequests, Receive, Send
 from jaxinfer.http.http_metrics import HttpMetrics
 from jaxinfer.http.metrics import CONTENT_TYPE, ServerMetrics
+from jaxinfer.http.pooling import pooling_routes
 from jaxinfer.http.prompts import PromptMaker
 from jaxinfer.http.sessions import session_routes
+from jaxinfer.http.tokens import token_routes
 from jaxinfer.text.chat_template import ChatTemplate
 from jaxinfer.text.tokenizer import Tokenizer
-from jaxinfer.types import EngineDead, EngineHandle
+from jaxinfer.types import EngineDead, EngineHandle, InvalidRequest
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +41,13 @@ class App(Starlette):
     """The server of one engine: the routes, and what they share."""
 
     def __init__(self, frontend: Frontend, routes: Sequence[Route], config: ServerConfig, http_metrics: HttpMetrics):
-        handlers: dict[Any, Any] = {HTTPException: _refused_by_router, HttpError: _failed, Exception: _failed}
+        handlers: dict[Any, Any] = {
+            HTTPException: _refused_by_router,
+            HttpError: _failed,
+            InvalidRequest: _failed,
+            ClientGone: _unread,
+            Exception: _failed,
+        }
         super().__init__(routes=routes, exception_handlers=handlers)
         self.router.redirect_slashes = False
         self.frontend = frontend
@@ -90,6 +98,8 @@ def create_app(
         [
             generates("/v1/completions", OpenAiEndpoint(prompts, metrics, openai.CompletionRequest)),
             generates("/v1/chat/completions", OpenAiEndpoint(prompts, metrics, openai.ChatRequest)),
+            *token_routes(prompts, engine.info),
+            *pooling_routes(prompts.model_names[0]),
             Route("/v1/models", frontend.list_models),
             Route("/v1/models/{name:path}", frontend.show_model),
             *session_routes(engine, frontend.open_requests),
@@ -185,6 +195,11 @@ async def _refused_by_router(request: HttpRequest, error: Exception) -> Response
         405: (f"{request.method} is not allowed on {path}", "method_not_allowed"),
     }.get(error.status_code, (error.detail, "http_error"))
     return await _failed(request, HttpError(error.status_code, message, code=code, headers=dict(error.headers or {})))
+
+
+async def _unread(request: HttpRequest, error: Exception) -> Response:
+    del request, error
+    return Response()  # the client has gone
 
 
 async def _failed(request: HttpRequest, error: Exception) -> Response:
