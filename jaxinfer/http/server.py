@@ -23,6 +23,7 @@ from jaxinfer.http.gate import Gate
 from jaxinfer.http.generate import Endpoint, GenerateRoute, OpenAiEndpoint
 from jaxinfer.http.guard import OpenRequests, Receive, Send
 from jaxinfer.http.http_metrics import HttpMetrics
+from jaxinfer.http.messages import MessagesEndpoint
 from jaxinfer.http.metrics import CONTENT_TYPE, ServerMetrics
 from jaxinfer.http.pooling import pooling_routes
 from jaxinfer.http.prompts import PromptMaker
@@ -98,6 +99,7 @@ def create_app(
         [
             generates("/v1/completions", OpenAiEndpoint(prompts, metrics, openai.CompletionRequest)),
             generates("/v1/chat/completions", OpenAiEndpoint(prompts, metrics, openai.ChatRequest)),
+            generates("/v1/messages", MessagesEndpoint(prompts, metrics)),
             *token_routes(prompts, engine.info),
             *pooling_routes(prompts.model_names[0]),
             Route("/v1/models", frontend.list_models),

@@ -13,6 +13,7 @@ from starlette.routing import Route
 
 from jaxinfer.http import known_fields, openai
 from jaxinfer.http.bodies import json_response, read_body
+from jaxinfer.http.messages import count_tokens
 from jaxinfer.http.prompts import PromptMaker
 from jaxinfer.types import EngineInfo, InvalidRequest
 
@@ -41,12 +42,13 @@ _detokenize_decoder = msgspec.json.Decoder(DetokenizeRequest)
 
 
 def token_routes(prompts: PromptMaker, info: EngineInfo) -> list[Route]:
-    """Both, under /v1 too. They run in threads: half a megabyte of text takes a second."""
+    """Both, under /v1 too, and Anthropic's count_tokens. They run in threads: a megabyte takes seconds."""
     routes = []
     for path, act in (("/tokenize", _tokenize), ("/detokenize", _detokenize)):
         endpoint = _endpoint(act, prompts, info)
         routes += [Route(prefix + path, endpoint, methods=["POST"]) for prefix in ("", "/v1")]
-    return routes
+    counting = _endpoint(lambda body, prompts, _: count_tokens(body, prompts), prompts, info)
+    return [*routes, Route("/v1/messages/count_tokens", counting, methods=["POST"])]
 
 
 def _endpoint(act: Any, prompts: PromptMaker, info: EngineInfo) -> Any:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.http.test_errors import error_of, post
+from tests.http.test_errors import error_of
 
 TEXT = "the cat sat on the mat"
 
