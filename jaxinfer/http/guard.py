@@ -77,6 +77,11 @@ class Guard:
             if error is not None:
                 raise self._cause from None
 
+    @property
+    def cause(self) -> Exception | None:
+        """What the context was interrupted with; None: nothing."""
+        return self._cause
+
     def interrupt(self, cause: Exception) -> None:
         """Ends the context with `cause`, unless it ends already."""
         if self._cause is None:

@@ -27,6 +27,8 @@ from jaxinfer.http.messages import MessagesEndpoint
 from jaxinfer.http.metrics import CONTENT_TYPE, ServerMetrics
 from jaxinfer.http.pooling import pooling_routes
 from jaxinfer.http.prompts import PromptMaker
+from jaxinfer.http.response_store import ResponseStore
+from jaxinfer.http.responses import ResponsesEndpoint, response_routes
 from jaxinfer.http.sessions import session_routes
 from jaxinfer.http.tokens import token_routes
 from jaxinfer.text.chat_template import ChatTemplate
@@ -77,12 +79,14 @@ def create_app(
     *,
     counters: Counters | None = None,
     created_s: int | None = None,
+    responses: ResponseStore | None = None,
 ) -> App:
     """The server of one engine. Without a tokenizer it takes and counts token ids only, and has no chat.
 
-    counters, created_s: what several front ends of one server share: see `Counters`, and the time that /v1/models
-    reports, in seconds since the epoch. None: it is the only one.
+    counters, created_s, responses: what several front ends of one server share: see `Counters`, the time that
+    /v1/models reports, in seconds since the epoch, and what /v1/responses keeps. None: it is the only one.
     """
+    responses = ResponseStore() if responses is None else responses
     prompts = PromptMaker(engine, tokenizer, chat_template, config)
     counters = counters or Counters()
     metrics = ServerMetrics(prompts.model_names[0], counters, engine.info)
@@ -99,6 +103,8 @@ def create_app(
         [
             generates("/v1/completions", OpenAiEndpoint(prompts, metrics, openai.CompletionRequest)),
             generates("/v1/chat/completions", OpenAiEndpoint(prompts, metrics, openai.ChatRequest)),
+            generates("/v1/responses", ResponsesEndpoint(prompts, metrics, responses)),
+            *response_routes(responses),
             generates("/v1/messages", MessagesEndpoint(prompts, metrics)),
             *token_routes(prompts, engine.info),
             *pooling_routes(prompts.model_names[0]),
