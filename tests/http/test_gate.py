@@ -1,6 +1,8 @@
 """What every request passes before its route: the key, web pages' rights, its id, the log."""
 
 import logging
+import re
+import socket
 
 import pytest
 
@@ -200,3 +202,12 @@ def test_without_a_log_there_is_none(own_server, logged):
     server = own_server()
     server.complete()
     assert logged() == []
+
+
+def test_reply_to_what_is_no_http_has_a_request_id_too(server):
+    """E26."""
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=5) as sock:
+        sock.sendall(b"nonsense\r\n\r\n")
+        head = b"".join(iter(lambda: sock.recv(1000), b"")).partition(b"\r\n\r\n")[0]
+    assert re.search(rb"\r\nx-request-id: [0-9a-f]{32}\r\n", head)

@@ -1,5 +1,6 @@
 """OpenAI's Responses API: shapes, events, failures, and what is the same as in a chat completion."""
 
+import contextlib
 import threading
 
 import msgspec
@@ -7,8 +8,10 @@ import pytest
 
 from jaxinfer.http.parts import Call, Thought, Words
 from jaxinfer.http.response_events import ResponseWriter, usage_fields
+from jaxinfer.http.response_store import ResponseStore
 from jaxinfer.types import FinishReason
-from tests.http.conftest import wait_for
+from tests.http.conftest import Server, wait_for
+from tests.http.fake_engine import FakeEngine
 from tests.http.test_errors import error_of, post
 from tests.http.test_messages import prompt_of, read_events
 
@@ -195,6 +198,30 @@ def test_cancelling_ends_the_stream_and_the_sequence_and_keeps_what_there_is(ser
     assert server.http.get(f"{PATH}/{response_id}").json() == cancelled
     error = error_of(server.http.post(f"{PATH}/{response_id}/cancel"), 400, "invalid_value")
     assert "is cancelled; there is nothing to cancel" in error["message"]
+
+
+def test_response_of_one_front_end_is_shown_and_cancelled_by_another(text_parts, tmp_path):
+    """E7."""
+    tokenizer, template = text_parts
+    path = str(tmp_path / "responses")
+    with contextlib.ExitStack() as stack:
+        first, second = (
+            Server(FakeEngine(tokenizer, step_s=0.05), tokenizer, template, responses=ResponseStore(path), grace_s=0.2)
+            for _ in range(2)
+        )
+        stack.callback(first.close)
+        stack.callback(second.close)
+        done = ask(first).json()
+        assert second.http.get(f"{PATH}/{done['id']}").json() == done
+        assert ask(second, previous_response_id=done["id"]).status_code == 200
+        body = {"input": "Hello", "max_output_tokens": 44, "stream": True}
+        with first.http.stream("POST", PATH, json=body) as reply:
+            lines = reply.iter_lines()
+            next(lines)
+            response_id = msgspec.json.decode(next(lines).removeprefix("data: "))["response"]["id"]
+            assert second.http.post(f"{PATH}/{response_id}/cancel").json()["status"] == "cancelled"
+            assert [line for line in lines if line.startswith("event: ")][-1] == "event: response.incomplete"
+        assert len(first.engine.cancelled) == 1
 
 
 def test_client_that_leaves_stops_the_engine_and_the_response_is_cancelled(server, engine):
