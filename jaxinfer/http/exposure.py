@@ -15,8 +15,9 @@ def refuse_public_without_key(sock: socket.socket, config: ServerConfig) -> None
     if config.api_keys or config.allow_public_without_key or _is_loopback(host):
         return
     raise ConfigError(
-        f"host is {config.host!r}, which other machines may reach, and there is no API key; give one (--api-key or api_keys, or "
-        "JAXINFER_API_KEY in the environment), serve 127.0.0.1 alone, or allow it with --allow-public-without-key"
+        f"host is {config.host!r}, which other machines may reach, and there is no API key; give one (api_keys, "
+        "--api-key, or JAXINFER_API_KEY in the environment), serve 127.0.0.1 alone, or allow it with "
+        "--allow-public-without-key"
     )
 
 
