@@ -28,8 +28,8 @@ from jaxinfer.text.output import OutputDelta
 from jaxinfer.types import EngineHandle, FinishReason, InvalidRequest
 
 PATH = "/v1/responses"
-CANCEL_POLL_S = 0.1
-"""How often a response that runs looks whether it is to be cancelled: any front end may be asked for that."""
+CANCEL_POLL_S = 0.25
+"""How often a response that runs looks whether it is to be cancelled, for which any front end may be asked."""
 CANCEL_TIMEOUT_S = 5.0
 
 

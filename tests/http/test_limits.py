@@ -86,6 +86,20 @@ def test_server_that_drains_is_healthy_and_not_ready_and_ends_open_streams(own_s
     stopping.join()
 
 
+@pytest.mark.parametrize("path", ["/ready", "/readyz"])
+def test_server_that_drains_or_has_no_engine_says_that_it_is_not_ready(own_server, path):
+    """E10, E11."""
+    server = own_server(failure_grace_s=2)
+    server.frontend.drain()
+    reply = server.http.get(path)
+    assert (reply.status_code, reply.json()["error"]["code"]) == (503, "shutting_down")
+    assert server.http.get("/health").status_code == 200
+    server = own_server(failure_grace_s=2)
+    server.engine.failure = "CUDA error 700"
+    reply = server.http.get(path)
+    assert (reply.status_code, reply.json()["error"]["code"]) == (503, "engine_dead")
+
+
 def test_draining_ends_in_time_with_what_is_open_told_of_it(own_server):
     server = own_server(step_s=0.05, max_model_len=10_000, grace_s=0.3)
     results = []
