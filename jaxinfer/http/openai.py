@@ -317,6 +317,9 @@ def _parse[Kind](decoder: msgspec.json.Decoder[Kind], data: bytes | msgspec.Raw,
         raise InvalidRequest(f"{place} is not valid JSON: {error}", param=path or None, code="invalid_json") from None
 
 
+parse = _parse  # for the bodies of other routes
+
+
 def _schema_error(message: str, path: str = "") -> InvalidRequest:
     """msgspec's complaint as ours: the field at fault becomes `param`, its place in the body starts the message."""
     if place := _PLACE.search(message):

@@ -65,9 +65,10 @@ class PromptMaker:
             prompt_tokens += len(ids)
             for sequence in lower(ids, _at_least_one(sampling), self._info, self._tokenizer, f"{reply_id}-{number}"):
                 output = OutputStream(self._tokenizer, ids, sampling)
-                timer = SequenceTimer(metrics, arrival_s)
+                timer = SequenceTimer(metrics, arrival_s, len(ids), sequence.max_tokens)
                 runs = None if sampling.max_tokens == 0 else sequence
                 choices.append(Choice(len(choices), runs, output, timer, echo))
+        metrics.choices_asked.observe(sampling.n)
         return Generation(
             head=ReplyHead(reply_id, int(time.time()), model, chat),
             choices=choices,
@@ -79,6 +80,28 @@ class PromptMaker:
             include_usage=request.include_usage,
             continuous_usage=request.continuous_usage,
         )
+
+    def text_ids(self, text: str, *, add_special_tokens: bool) -> Sequence[int]:
+        """A prompt's token ids, as a completion has them. Raises InvalidRequest."""
+        return self._ids(text, add_special_tokens=add_special_tokens) if text else []
+
+    def chat_ids(self, request: openai.ChatRequest) -> Sequence[int]:
+        """A conversation's token ids, those of the chat template included. Raises InvalidRequest."""
+        return self._ids(self._chat_text(request), add_special_tokens=False)
+
+    def text_of(self, ids: Sequence[int]) -> str:
+        """The text of token ids, special ones included. Raises InvalidRequest."""
+        return self._require_tokenizer("tokens").decode(ids, skip_special_tokens=False)
+
+    def token_texts(self, ids: Sequence[int]) -> list[str]:
+        """The text of each token alone; U+FFFD for part of a UTF-8 sequence."""
+        tokenizer = self._require_tokenizer("return_token_strs")
+        return [tokenizer.token_text(id) for id in ids]
+
+    def _require_tokenizer(self, param: str) -> Tokenizer:
+        if self._tokenizer is None:
+            raise InvalidRequest("the model has no tokenizer", param=param)
+        return self._tokenizer
 
     def _ids(self, prompt: openai.Prompt, *, add_special_tokens: bool) -> Sequence[int]:
         if not isinstance(prompt, str):
