@@ -13,6 +13,7 @@ import pytest
 from pallas_kernels.delta_rule.api import TAPS, DeltaPools, DeltaWeights, SlotRows, delta_rule, plan
 from pallas_kernels.delta_rule.cases import CASES, TINY, Arrays, Case, make
 from pallas_kernels.dispatch import CPU
+from tests.capture import environment
 
 LAYER = 1
 EPS = 1e-5
@@ -225,3 +226,47 @@ def test_what_does_not_fit_is_refused_with_its_sizes(change, message):
     how = {"eps": EPS, "max_query_len": shapes.get("max_query_len", 3), "target": CPU}
     with pytest.raises(ValueError, match=message):
         delta_rule(jnp.zeros(shapes["x"]), weights, DeltaPools(*map(jax.new_ref, pools)), jnp.int32(0), rows, **how)
+
+
+COMPILED = {
+    "decode, 1 row": (["_one_token"], 1),
+    "decode, 64 rows": (["_one_token"], 4),
+    "decode, 64 rows, group of 3": (["_one_token"], 4),
+    "8192 tokens, 8 rows": (CHUNKED := ["_one_token", "_prepare_chunks", "states_of_chunks", "outputs_of_tokens"], 500),
+    "2048 tokens, 256 rows": (CHUNKED, 500),
+    "2048 tokens, 8 rows, group of 1": (CHUNKED, 150),
+    "2048 tokens, 8 rows, group of 3": (CHUNKED, 250),
+}
+"""Kernels of a layer, and room for what passes between them in MB. The pools are 16 GB in the heads of Qwen3.5-4B."""
+of_every_call = pytest.mark.parametrize("call", COMPILED)
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    dump = tmp_path_factory.mktemp("xla")
+    flags = f"--xla_dump_to={dump}"
+    return environment.run("tests/pallas_kernels/delta_compile.py", environment.H200, dump, XLA_FLAGS=flags)
+
+
+@pytest.mark.capture
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@of_every_call
+def test_on_an_h200_the_layers_are_one_graph_of_few_kernels_and_no_pool_is_copied(compiled, call):
+    found, (kernels, temp_mb) = compiled[call], COMPILED[call]
+    assert found["top_level"] == ["kCommandBuffer"]
+    assert found["aliases"] == 2
+    assert found["calls"] == kernels
+    assert found["temp_bytes"] / 1e6 < temp_mb
+
+
+@pytest.mark.capture
+@pytest.mark.long
+@of_every_call
+def test_on_an_h200_no_kernel_lives_in_local_memory_and_chunks_are_multiplied_by_tensor_cores(compiled, call):
+    """A few scalars do in the first kernel of the chunks, a thread's part of a tile is 64 bytes and more."""
+    found = compiled[call]
+    assert {name: size for name, size in found["spilled_bytes"].items() if size > 32} == {}
+    assert found["spilled_bytes"]["_one_token"] == 0
+    for name in COMPILED[call][0][1:]:
+        assert found["tensor_core_instructions"][name] > 0
