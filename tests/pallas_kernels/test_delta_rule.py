@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels.delta_rule.api import TAPS, DeltaPools, DeltaWeights, SlotRows, delta_rule, plan
-from pallas_kernels.delta_rule.cases import CASES, TINY, Arrays, Case, make
+from pallas_kernels.delta_rule.cases import CASES, TINY, Arrays, Case, make, place
+from pallas_kernels.delta_rule.chunks import CHUNK, Chunks, cut
 from pallas_kernels.dispatch import CPU
 from tests.capture import environment
 
@@ -174,6 +175,27 @@ def test_narrow_values_give_a_narrow_result_as_near_as_its_dtype_allows(name):
     assert found.out.dtype == jnp.bfloat16
     error = np.linalg.norm(found.out.astype(np.float64) - exact.out) / np.linalg.norm(exact.out)
     assert error < 2e-3
+
+
+def test_every_token_of_a_longer_row_is_in_one_chunk_and_chunks_follow_each_other_from_the_rows_start():
+    rng, num_tokens, num_rows = np.random.default_rng(0), 1024, 8
+    jitted = jax.jit(cut)
+    for _ in range(20):
+        lens = rng.integers(0, rng.choice([3, 66, 128]), num_rows)
+        case = Case(name="", **TINY, rows=tuple((n, 5) for n in lens), pad_tokens=int(num_tokens - lens.sum()))
+        rows = place(case)
+        found = Chunks(*map(np.asarray, jitted(SlotRows(*map(jnp.asarray, rows)))))
+        longer = [row for row in range(num_rows) if lens[row] > 1]
+        assert found.num_rows == len(longer)
+        np.testing.assert_array_equal(found.rows[: len(longer)], longer)
+        n = 0
+        for row, first in zip(longer, found.first, strict=False):
+            assert first == n
+            for offset in range(0, lens[row], CHUNK):
+                assert (found.row[n], found.offset[n]) == (row, offset)
+                assert found.count[n] == min(CHUNK, lens[row] - offset)
+                n += 1
+        assert not found.count[n:].any()
 
 
 def test_the_cases_meet_every_edge():
