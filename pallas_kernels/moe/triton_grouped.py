@@ -14,7 +14,8 @@ from pallas_kernels.triton_call import launch, shared_bytes
 
 if TYPE_CHECKING:
     from pallas_kernels.moe.api import Experts
-    from pallas_kernels.moe.triton_routing import Blocks, Chosen
+    from pallas_kernels.moe.triton_routing import Chosen
+    from pallas_kernels.moe.triton_sort import Blocks
 
 MAX_FLOAT32 = 256
 """Tokens whose experts' results are kept in float32 until they are summed: 64 KB a token of eight times 2,048."""
