@@ -1,7 +1,7 @@
 """Layers of experts in Triton kernels that read every expert once, however many tokens chose it. GPUs from Ampere on.
 
 Few tokens go to their experts choice by choice: four kernels. More are sorted by expert first, and a program computes
-a block of an expert's tokens: six kernels, two more for many tokens.
+a block of an expert's tokens: four kernels up to 16 tokens, eight for many.
 """
 
 from __future__ import annotations
@@ -64,4 +64,5 @@ def run(
     how |= {"first_expert": first_expert, "num_here": num_here, "rows": grouped.gate_up.rows}
     chosen, blocks = choose_and_sort(x, experts.router, layer, target=target, **how)
     places = layer, first_expert
-    return triton_grouped.run(chosen, blocks, experts, places, residual, tilings=grouped, target=target)
+    tiled = {"counters": counters, "tilings": grouped, "target": target}
+    return triton_grouped.run(chosen, blocks, experts, places, residual, **tiled)

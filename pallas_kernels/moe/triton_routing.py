@@ -72,7 +72,7 @@ def choose(
     constants = of_choice(x, router, norm, top_k, renormalise, valid) | {"NORM": few, "BLOCK": block}
     outputs = [*choices(tokens, top_k), jax.ShapeDtypeStruct(x.shape if few else (1, 1), x.dtype)]
     inputs = [logits, logits if valid is None else valid, x, norm.weight, layer.reshape(1)]
-    grid, warps = (tokens // block,), max(block, 2 if few and depth > 1024 else 1)
+    grid, warps = (tokens // block,), max(block, triton.cdiv(depth, 2048) if few else 1)
     expert, weight, normalised = launch(
         _choose, inputs, outputs, grid=grid, constants=constants, target=target, num_warps=warps
     )
