@@ -92,6 +92,8 @@ class ChatTemplate:
             raise InvalidRequest(
                 f"chat template, line {error.lineno}: {error.message}", param="chat_template"
             ) from error
+        self.source: str = "\n".join(sources.values())
+        """The text of all templates, which shows what the model's turns look like."""
         self._variables: dict[str, Any] = {}
         for name in _TOKEN_NAMES:
             if (text := token_string(tokenizer_config.get(name))) is not None:
