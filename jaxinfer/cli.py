@@ -9,7 +9,16 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from jaxinfer.config import DEFAULT_MODEL, DTYPES, LOAD_FORMATS, ConfigError, EngineConfig, ServerConfig
+from jaxinfer.config import (
+    DEFAULT_MODEL,
+    DTYPES,
+    LOAD_FORMATS,
+    REASONING_PARSERS,
+    TOOL_CALL_PARSERS,
+    ConfigError,
+    EngineConfig,
+    ServerConfig,
+)
 from jaxinfer.types import EngineDead, InvalidRequest, SamplingParams
 
 if TYPE_CHECKING:  # what loads JAX is imported where a command needs it: it takes 1.5 s
@@ -122,6 +131,18 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--served-model-name", nargs="+", default=(), help="names that clients may use")
     group.add_argument("--api-server-count", type=int, help="front-end processes (default: by the number of cores)")
     group.add_argument("--chat-template", help="file with a Jinja template, in place of the model's own")
+    group.add_argument(
+        "--tool-call-parser",
+        choices=TOOL_CALL_PARSERS,
+        default=ServerConfig.tool_call_parser,
+        help="how the model writes tool calls (auto: as its chat template shows; none: tools are refused)",
+    )
+    group.add_argument(
+        "--reasoning-parser",
+        choices=REASONING_PARSERS,
+        default=ServerConfig.reasoning_parser,
+        help="how the model marks its thought (auto: by tags in its chat template; none: it is part of the answer)",
+    )
 
 
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
@@ -158,6 +179,8 @@ def _serve(args: argparse.Namespace) -> None:
     server: dict[str, Any] = {
         "served_model_names": tuple(args.served_model_name),
         "api_server_count": args.api_server_count,
+        "tool_call_parser": args.tool_call_parser,
+        "reasoning_parser": args.reasoning_parser,
     }
     if args.chat_template is not None:
         with open(args.chat_template, encoding="utf-8") as file:

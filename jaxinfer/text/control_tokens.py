@@ -71,10 +71,13 @@ def _first_chars(texts: Sequence[str]) -> re.Pattern[str] | None:
     rests: dict[str, dict[str, list[str]]] = {}
     for text in dict.fromkeys(texts):
         rests.setdefault(text[0], {}).setdefault(text[1], []).append(re.escape(text[2:]))
-    # By two characters, of which the first is searched for: a megabyte with many brackets takes 5 ms, and with all 818
+    # By two characters, of which the first is searched for: a megabyte with many brackets takes 1 ms, and with all 818
     # tokens of DeepSeek-V3 in one list 400.
     parts = [
-        re.escape(first) + "(?=" + "|".join(f"{re.escape(then)}(?:{'|'.join(ends)})" for then, ends in rest.items()) + ")"
+        re.escape(first)
+        + "(?="
+        + "|".join(f"{re.escape(then)}(?:{'|'.join(ends)})" for then, ends in rest.items())
+        + ")"
         for first, rest in rests.items()
     ]
     return re.compile("|".join(parts)) if parts else None
