@@ -43,7 +43,7 @@ class ControlTokens:
         guarded = [self._guard(message, _BREAKS[0]) for message in messages]
         if all(one == other for one, other in zip(guarded, messages, strict=True)):
             return guarded, ""
-        shown = json.dumps(messages, ensure_ascii=False)
+        shown = json.dumps(messages, ensure_ascii=False, default=str)
         mark = next((mark for mark in _BREAKS if mark not in shown), None)
         if mark is None:
             raise InvalidRequest(
