@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxinfer.text.tool_calls.deepseek_v3 import DeepSeekV3
+from jaxinfer.text.tool_calls.deepseek import DeepSeekV3
 from jaxinfer.text.tool_calls.hermes import Hermes
 from jaxinfer.text.tool_calls.llama3_json import Llama3Json
 from jaxinfer.text.tool_calls.mistral import Mistral
