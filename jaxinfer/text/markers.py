@@ -7,9 +7,11 @@ from collections.abc import Sequence
 
 def unfinished(text: str, markers: Sequence[str]) -> int:
     """Characters at the end of `text` that may be the beginning of a marker: the longest proper prefix of any."""
-    longest = min(len(text), max((len(marker) for marker in markers), default=1) - 1)
-    for length in range(longest, 0, -1):
-        tail = text[-length:]
-        if any(len(marker) > length and marker.startswith(tail) for marker in markers):
-            return length
-    return 0
+    longest = 0
+    for marker in markers:
+        at = text.find(marker[0], max(0, len(text) - len(marker) + 1))
+        while at >= 0 and not marker.startswith(text[at:]):
+            at = text.find(marker[0], at + 1)
+        if at >= 0:
+            longest = max(longest, len(text) - at)
+    return longest
