@@ -112,6 +112,11 @@ class PromptMaker:
                 "was started with --tool-call-parser none; with tool_choice 'none' they are accepted",
                 param="tools",
             )
+        if tools and not self._chat_template.shows_tools:
+            raise InvalidRequest(
+                "tools is not supported: the model's chat template does not show them; --chat-template gives another",
+                param="tools",
+            )
         messages, mark = self._control_tokens.guard(request.template_messages())
         text = self._chat_template.render(
             messages,

@@ -354,6 +354,13 @@ def test_tools_are_refused_where_the_template_shows_no_known_format(own_tools):
     assert error["param"] == "tools" and "chat template shows no known format" in error["message"]
 
 
+def test_tools_are_refused_where_the_template_does_not_show_them(own_tools):
+    server = own_tools(ServerConfig(port=0, tool_call_parser="hermes"), template="{{ messages[0].content }}")
+    error = server.chat(tools=[LOOK]).json()["error"]
+    assert error["param"] == "tools" and "chat template does not show them" in error["message"]
+    assert server.chat(tools=[LOOK], tool_choice="none", max_tokens=1).status_code == 200
+
+
 @pytest.mark.parametrize("name", ["tool_call_parser", "reasoning_parser"])
 def test_an_unknown_parser_is_refused_with_the_known_ones(name):
     with pytest.raises(ConfigError, match=rf"{name} is 'gpt'; known: auto, none, .*qwen3"):

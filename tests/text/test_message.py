@@ -62,6 +62,29 @@ def marked(made):
     return Tokenizer(json.dumps(state), config)
 
 
+PUBLISHED = {
+    "qwen3": ("hermes", f"<think>why</think>{CALL}"),
+    "deepseek_v3": (
+        "deepseek_v3",
+        "<think>why</think><｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n"
+        '```json\n{"x": 1}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+    ),
+}
+
+
+@pytest.mark.parametrize("subject", PUBLISHED)
+def test_tokens_of_published_models_become_thought_and_call(subject, request):
+    tokenizer, _ = request.getfixturevalue(subject)
+    name, text = PUBLISHED[subject]
+    message_format = MessageFormat(QWEN.reasoning, formats.FORMATS[name])
+    stream = OutputStream(tokenizer, [], SamplingParams(), always_shown=message_format.marker_ids(tokenizer))
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert read("".join(stream.push(TokenEvent("r", [id])).text for id in ids), message_format) == [
+        Thought("why"),
+        Call(0, "", "f", '{"x": 1}'),
+    ]
+
+
 def test_markers_that_are_special_tokens_are_the_ones_to_show(marked):
     def ids(name):
         return MessageFormat(reasoning.FORMATS["qwen3"], formats.FORMATS[name]).marker_ids(marked)
