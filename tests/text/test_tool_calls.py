@@ -120,6 +120,7 @@ MALFORMED = [
     ("qwen3_coder", "<tool_call><function=look>city</function></tool_call>"),
     ("qwen3_coder", "<tool_call><function=></function></tool_call>"),
     ("qwen3_coder", "<tool_call>{}</tool_call>"),
+    ("deepseek_v3", deepseek("[[]]")),
     ("deepseek_v3", deepseek("[[nothing]]")),
     ("deepseek_v3", deepseek("[[<<function||look\n```json\n{no}\n```>>]]")),
     ("deepseek_v3", deepseek("[[<<function||look\n{}>>]]")),

@@ -93,6 +93,8 @@ class ToolCallParser:
             try:
                 call = self._reader.send(char)
             except StopIteration:
+                if not self._num_read:  # a section of no calls
+                    self._show("".join(self._raw) + char, found)
                 self._close()
                 return text[i + 1 :]
             except Malformed:
