@@ -24,7 +24,8 @@ class ControlTokens:
     In a message of the user, the system or a tool these are its special tokens, those written with a bar as in
     `<|name|>`, and the added tokens that the template writes (`<tool_call>`, `<think>`). In one of the assistant they
     are the special ones and those with a bar: the others are what the model itself wrote, and templates look for
-    them. Tools, and messages that are not text, are taken as they are.
+    them. A template that looks for such a string in a user's text does not find it there. Definitions of tools are
+    taken as they are.
     """
 
     def __init__(self, tokenizer: Tokenizer, template_source: str):
