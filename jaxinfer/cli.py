@@ -10,7 +10,17 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from jaxinfer.config import ACCESS_LOGS, DEFAULT_MODEL, DTYPES, LOAD_FORMATS, ConfigError, EngineConfig, ServerConfig
+from jaxinfer.config import (
+    ACCESS_LOGS,
+    DEFAULT_MODEL,
+    DTYPES,
+    LOAD_FORMATS,
+    REASONING_PARSERS,
+    TOOL_CALL_PARSERS,
+    ConfigError,
+    EngineConfig,
+    ServerConfig,
+)
 from jaxinfer.types import EngineDead, InvalidRequest, SamplingParams
 
 if TYPE_CHECKING:  # what loads JAX is imported where a command needs it: it takes 1.5 s
@@ -130,6 +140,18 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--served-model-name", nargs="+", default=(), help="names that clients may use")
     group.add_argument("--api-server-count", type=int, help="front-end processes (default: by the number of cores)")
     group.add_argument("--chat-template", help="file with a Jinja template, in place of the model's own")
+    group.add_argument(
+        "--tool-call-parser",
+        choices=TOOL_CALL_PARSERS,
+        default=ServerConfig.tool_call_parser,
+        help="how the model writes tool calls (auto: as its chat template shows; none: tools are refused)",
+    )
+    group.add_argument(
+        "--reasoning-parser",
+        choices=REASONING_PARSERS,
+        default=ServerConfig.reasoning_parser,
+        help="how the model marks its thought (auto: by tags in its chat template; none: it is part of the answer)",
+    )
     _add_access(parser)
 
 
@@ -203,6 +225,8 @@ def _serve(args: argparse.Namespace) -> None:
         "allow_public_without_key": args.allow_public_without_key,
         "allow_credentials": args.allow_credentials,
         "api_keys": tuple(args.api_key or filter(None, [os.environ.get(API_KEY_VARIABLE)])),
+        "tool_call_parser": args.tool_call_parser,
+        "reasoning_parser": args.reasoning_parser,
     }
     given = {name: getattr(args, name) for name in ACCESS_FIELDS}
     server |= {name: value for name, value in given.items() if value is not None}

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 PAGE_SIZES = (8, 16, 32, 64, 128, 256)
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 LOAD_FORMATS = ("auto", "dummy")
+TOOL_CALL_PARSERS = ("auto", "none", "hermes", "qwen3_coder", "deepseek_v3", "mistral", "llama3_json")
+REASONING_PARSERS = ("auto", "none", "qwen3", "deepseek_r1")
 DEFAULT_MODEL = "smollm2-135m"
 MAX_COUNT = 2**30
 """Most of anything that is counted: devices count in 32 bits."""
@@ -169,6 +171,12 @@ class ServerConfig:
     """Jinja template in place of the model's own."""
     chat_template_kwargs: Mapping[str, object] = dataclasses.field(default_factory=dict)
     """Passed to every rendering; a request's own override them."""
+    tool_call_parser: str = "auto"
+    """How the model writes tool calls. auto: as its chat template shows them. none: requests with tools are refused."""
+    reasoning_parser: str = "auto"
+    """How the model marks its thought. auto: qwen3 if the chat template has <think> or </think>. none: not at all.
+
+    deepseek_r1 takes the output for a thought from its start on, though neither prompt nor model has opened one."""
     api_server_count: int | None = None
     """Front-end processes that read HTTP and write streams, behind one port. Each loads the tokenizer.
 
@@ -203,6 +211,9 @@ class ServerConfig:
             count is None or 1 <= count <= MAX_FRONT_ENDS,
             f"api_server_count is {count}; it must be from 1 to {MAX_FRONT_ENDS}",
         )
+        for name, known in (("tool_call_parser", TOOL_CALL_PARSERS), ("reasoning_parser", REASONING_PARSERS)):
+            value = getattr(self, name)
+            _check(value in known, f"{name} is {value!r}; known: {', '.join(known)}")
         _check(0 <= self.port < 65536, f"port is {self.port}; it must be from 0 to 65535")
         _check(bool(self.host), "host is empty; 127.0.0.1 serves this machine alone, 0.0.0.0 every interface")
         self._check_access()
