@@ -46,6 +46,7 @@ MAY_IMPORT = {
     "jaxinfer.engine": ("jaxinfer.types", "jaxinfer.config", "jaxinfer.scheduler", "jaxinfer.runner"),
     "jaxinfer.frontend": ("jaxinfer.types", "jaxinfer.config", "jaxinfer.text", "jaxinfer.http", "jaxinfer.engine"),
     "jaxinfer.found": ("checkpoints", "jaxinfer.config", "jaxinfer.text"),
+    "jaxinfer.defaults": ("checkpoints", "jaxinfer.types", "jaxinfer.text"),
     "jaxinfer.serving": (
         "checkpoints",
         "jaxinfer.types",

@@ -60,6 +60,7 @@ class Programs(NamedTuple):
     long_stores: Mapping[int, Any]  # by tokens: (host context, rows to store, staged inputs) -> host context
     gather_frame: Any = None  # (k_pages, v_pages, pages) -> frame; None: there is no host tier
     scatter_frame: Any = None  # (state, frame, pages) -> state
+    copy_state: Any = None  # (state, place that is copied and where to) -> state; None: no recurrent states are kept
 
 
 def compile_programs(
@@ -234,9 +235,7 @@ def small_programs(builder: StepBuilder) -> dict[str, Program]:
     )
     if builder.shape.num_states:
         places = builder.replicated((2,), jnp.int32)
-        found += (
-            Program("copy_state", builder.copy_state, (state, places), state, donated=(0,), options=options),
-        )
+        found += (Program("copy_state", builder.copy_state, (state, places), state, donated=(0,), options=options),)
     if builder.frame_pages:
         pages, frame = builder.replicated((builder.frame_pages,), jnp.int32), builder.abstract_frame
         pools = state.k_pages, state.v_pages

@@ -31,7 +31,8 @@ class KvCache:
         self._tree = Tree(limits.page_size)
         self.tiers = Tiers(self._tree, self.host, self.disk)
         self.states = States(limits.num_states, limits.state_tokens)
-        self.prefix = PrefixCache(self.pool, self._tree, self.tiers, self.states)  # stays empty without limits.prefix_caching
+        # It stays empty without limits.prefix_caching.
+        self.prefix = PrefixCache(self.pool, self._tree, self.tiers, self.states)
         self.sessions = Sessions(self._tree, self.prefix, self.tiers)
         nodes: dict[str, Node] = {}
         for page in disk_pages:

@@ -127,22 +127,28 @@ class PrefixCache:
         hit = Hit(len(pages) * self.page_size, pages, None, self.pool.num_unheld(pages))
         return hit._replace(last=nodes[-1] if nodes else None, num_alike=num_alike)
 
-    def keep_state(self, page: int, step: int) -> int | None:
-        """A place for the state behind a full page, which plan `step` copies there.
+    def keep_state(self, salt: str, tokens: Sequence[int], step: int) -> int | None:
+        """A place for the state behind `tokens`, full pages, which plan `step` copies there.
 
-        None if there is none, if there is such a copy, or if the page is not in the tree.
+        It is the last page's, whoever computed that. None if there is no place, or such a copy already.
         """
-        node = self._nodes.get(page)
+        node = self._full_page(salt, tokens)
         if node is None or node.state is not None or (place := self.states.take()) is None:
             return None
         self.states.attach(place, node, step)
         return place
 
+    def _full_page(self, salt: str, tokens: Sequence[int]) -> Node | None:
+        """The last page of these tokens, if all of it is theirs and on the device."""
+        path = self._tree.path(salt, tokens)
+        is_whole = bool(path) and len(path) * self.page_size == len(tokens)
+        return path[-1] if is_whole and path[-1].page else None
+
     def leave_state(self, salt: str, tokens: Sequence[int], place: int, step: int) -> None:
         """Gives the copy that a sequence has of its state behind `tokens`, made in plan `step`, to their last page."""
-        path = self._tree.path(salt, tokens)
-        if tokens and len(path) * self.page_size == len(tokens) and path[-1].page:
-            self.states.attach(place, path[-1], step)
+        node = self._full_page(salt, tokens)
+        if node is not None:
+            self.states.attach(place, node, step)
         else:
             self.states.give_back(place)
 

@@ -1,4 +1,4 @@
-"""What a scheduler holds: as text for a log, read when a step hangs or nothing can be planned; and whether it agrees."""
+"""What a scheduler holds: as text for a log, read when a step hangs or nothing can be planned; and whether it fits."""
 
 from __future__ import annotations
 

@@ -301,9 +301,7 @@ class Scheduler:
         if seq.state is None:
             seq.state = self.cache.states.take()
         if seq.state is not None:
-            assert seq.slot is not None
-            seq.state_end, seq.state_step = seq.num_computed, self.num_steps
-            kept.append(KeptState(seq.slot, seq.state))
+            kept.append(seq.keep_state(self.num_steps))
 
     def _plan_long(self, samplers: dict[int, Sequence]) -> LongChunk | None:
         """The next tokens of a sequence that has filled all pages: as it holds them, it is alone."""
@@ -374,11 +372,13 @@ class Scheduler:
                 samplers[chunk.slot] = seq
             self._prefilling = seq if seq.num_computed < seq.prefill_end else None
             if limits.prefix_caching and seq.is_cacheable:
-                filled = range(chunk.start // limits.page_size, seq.num_computed // limits.page_size)
-                self.cache.prefix.insert(seq.request.cache_salt, seq.tokens, seq.pages, filled, self.num_steps)
-                if seq.num_computed in seq.cuts:
-                    place = self.cache.prefix.keep_state(seq.pages[filled.stop - 1], self.num_steps)
-                    kept += [] if place is None else [KeptState(chunk.slot, place)]
+                salt, end = seq.request.cache_salt, seq.num_computed
+                filled = range(chunk.start // limits.page_size, end // limits.page_size)
+                self.cache.prefix.insert(salt, seq.tokens, seq.pages, filled, self.num_steps)
+                place = (
+                    self.cache.prefix.keep_state(salt, seq.tokens[:end], self.num_steps) if end in seq.cuts else None
+                )
+                kept += [] if place is None else [KeptState(chunk.slot, place)]
             num_left -= len(chunk.token_ids)
             seq = self._admit(prefixes) if num_left and self._prefilling is None else None
         return chunks
@@ -405,11 +405,9 @@ class Scheduler:
         if not (self.limits.prefix_caching and seq.is_cacheable):
             tokens = []
         self.cache.prefix.release(seq.request.cache_salt, tokens, seq.release(), self.num_steps - 1)
-        if (place := seq.state) is not None:
-            seq.state = None
-            # One that holds a token which the host does not know is of no use, nor one without the pages.
-            end = seq.state_end if seq.state_end <= len(tokens) else 0
-            self.cache.prefix.leave_state(seq.request.cache_salt, tokens[:end], place, seq.state_step)
+        if (place := seq.state) is not None:  # with a token that the host does not know it is of no use
+            known, seq.state = tokens[: seq.state_end * (seq.state_end <= len(tokens))], None
+            self.cache.prefix.leave_state(seq.request.cache_salt, known, place, seq.state_step)
         return tokens
 
     def _remove(self, seq: Sequence) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jaxinfer.config import SchedulerLimits
-from jaxinfer.scheduler.plan import DecodeRow, LastToken, LongChunk, PrefillChunk
+from jaxinfer.scheduler.plan import DecodeRow, KeptState, LastToken, LongChunk, PrefillChunk
 from jaxinfer.types import FinishReason, InvalidRequest, Request, TokenEvent, TokenLogprobs
 
 
@@ -169,6 +169,12 @@ class Sequence:
         self.num_computed = position + 1
         self.num_in_flight += 1
         return DecodeRow(slot, position, new_page, self.is_plain, self.num_logprobs is not None)
+
+    def keep_state(self, step: int) -> KeptState:
+        """Its recurrent state is copied to the place that it has for that, after the step of plan `step`."""
+        assert self.slot is not None and self.state is not None
+        self.state_end, self.state_step = self.num_computed, step
+        return KeptState(self.slot, self.state)
 
     @property
     def has_last_token_only(self) -> bool:
