@@ -213,8 +213,8 @@ class Scheduler:
         self.tidy()
         samplers: dict[int, Sequence] = {}
         kept: list[KeptState] = []
-        decodes = self._plan_decodes(samplers, kept)
         prefixes: list[CachedPrefix] = []
+        decodes = self._plan_decodes(samplers, kept)
         prefills = self._plan_prefills(decodes, samplers, prefixes, kept)
         long = None if decodes or prefills else self._plan_long(samplers)
         transfers = self.cache.take_transfers(self.num_steps)
@@ -290,14 +290,12 @@ class Scheduler:
                     break
             rows.append(seq.take_decode(new_page))
             samplers[slot] = seq
-            if (interval := self.limits.state_tokens) and seq.num_computed % interval == 0:
+            if (interval := self.limits.state_tokens) and seq.is_cacheable and seq.num_computed % interval == 0:
                 self._keep_state(seq, kept)
         return rows
 
     def _keep_state(self, seq: Sequence, kept: list[KeptState]) -> None:
         """Copies the state of a sequence that decodes, over the copy that it has."""
-        if not (self.limits.prefix_caching and seq.is_cacheable):
-            return
         if seq.state is None:
             seq.state = self.cache.states.take()
         if seq.state is not None:
