@@ -23,6 +23,7 @@ The engine makes plan n+1 before it reads the result of step n. Six things follo
 from __future__ import annotations
 
 import bisect
+from array import array
 from collections import deque
 from typing import NamedTuple
 
@@ -392,7 +393,7 @@ class Scheduler:
             bisect.insort(self._running, seq, key=order_key)
         return seq
 
-    def _release(self, seq: Sequence) -> list[int]:
+    def _release(self, seq: Sequence) -> array[int]:
         """Frees slot and pages of an admitted sequence; safe while steps that use them are in flight (see the top).
 
         Returns the tokens that it leaves to the cache.
@@ -403,7 +404,7 @@ class Scheduler:
         if seq is self._prefilling:
             self._prefilling = None
         if not (self.limits.prefix_caching and seq.is_cacheable):
-            tokens = []
+            tokens = tokens[:0]
         self.cache.prefix.release(seq.request.cache_salt, tokens, seq.release(), self.num_steps - 1)
         return tokens
 

@@ -5,7 +5,7 @@ import pytest
 from jaxinfer.scheduler.host_tier import HostTier
 from jaxinfer.scheduler.pages import PageError
 from jaxinfer.scheduler.plan import Delete, Fetch, Offload, Restore, Save
-from jaxinfer.scheduler.tree import Node
+from jaxinfer.scheduler.tree import Node, pack
 from jaxinfer.types import InvalidRequest
 from tests.scheduler.cached import Cache, of_kind, page
 from tests.scheduler.harness import Harness
@@ -314,7 +314,7 @@ def test_a_frame_is_free_when_nobody_wants_it_and_nobody_counts_on_it():
     frame, other = host.take(), host.take()
     with pytest.raises(PageError, match="all 2 are filled"):
         host.take()
-    nodes = [Node("", None, (i,)) for i in range(3)]
+    nodes = [Node("", None, pack([i])) for i in range(3)]
     host.put(frame, nodes[0])
     host.put(frame, nodes[1])
     with pytest.raises(PageError, match="frame 0 is full"):
