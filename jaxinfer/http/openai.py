@@ -296,7 +296,8 @@ def _completion(body: bytes) -> CompletionRequest | None:
 def _token_ids(prompt: msgspec.Raw) -> array[int] | None:
     """The ids of a prompt that is one list of them; None if it is not, or has an id that is refused anyway.
 
-    However the list is written, while `token_ids` knows the two usual ways. numpy reads 32,768 ids in 0.55 ms; msgspec takes 0.96 ms, and 0.2 ms more to pack what it makes of them.
+    However the list is written, while `token_ids` knows the two usual ways. numpy reads 32,768 ids in 0.55 ms; msgspec
+    takes 0.96 ms, and 0.2 ms more to pack what it makes of them.
     """
     view = memoryview(prompt)
     if bytes(view[:1]) != b"[" or not bytes(view[1:2]).isdigit():

@@ -210,7 +210,7 @@ class Scheduler:
         prefixes: list[CachedPrefix] = []
         prefills = self._plan_prefills(decodes, samplers, prefixes)
         long = None if decodes or prefills else self._plan_long(samplers)
-        transfers = self.cache.take_transfers(self.num_steps)
+        transfers = self.cache.take_transfers(self.num_steps, is_awaited=bool(prefixes))
         if not (decodes or prefills or prefixes or transfers or long):
             return None
         plan = StepPlan(self.num_steps, decodes, prefills, prefixes, transfers, long)

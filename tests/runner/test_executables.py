@@ -94,12 +94,18 @@ def run_all(builder, programs):
     was = addresses(staged)
     state, staged = programs.set_up_prefix(state, staged, packed)
     assert addresses(staged) == was
+    rows = jnp.zeros_like(builder.abstract_rows, device=builder.abstract_rows.sharding)
+    packed, was = packed[: inputs.prefix_size(builder.shape.table_width) + rows.size], addresses(rows)
+    state, rows = programs.set_up_prefix_rows(state, rows, packed)
+    assert addresses(rows) == was
     for bucket in BUCKETS:
-        new = np.arange(staged.size, dtype=np.int32) % 2
-        was = addresses(staged)
-        staged = programs.stage(staged, new)
-        assert addresses(staged) == was
-        state = programs.steps[bucket](params, state, staged)
+        was = addresses((staged, rows))
+        if bucket.decode:
+            rows = programs.stage_rows(rows, np.arange(rows.size, dtype=np.int32) % 2)
+        else:
+            staged = programs.stage(staged, np.arange(staged.size, dtype=np.int32) % 2)
+        assert addresses((staged, rows)) == was
+        state = programs.steps[bucket](params, state, rows if bucket.decode else staged)
         state = programs.samplers[bucket.rows](state)
         reads += [programs.read_tokens(state.last_token), programs.read_logprobs(state.logprobs)]
     if builder.long:

@@ -57,6 +57,14 @@ def test_a_frame_is_copied_leaves_first_and_once():
     assert cache.tiers.num_offloaded == len(copied)
 
 
+def test_nothing_is_copied_early_ahead_of_somebody_who_found_all_else_in_the_cache():
+    cache = Cache(num_frames=8)
+    for tokens in (A, B):
+        cache.end(cache.begin(tokens)[0])
+    assert cache.take_transfers(10**9, is_awaited=True) == [] and cache.has_work
+    assert len(of_kind(cache.begun(), Offload)) == 1
+
+
 def test_what_is_restored_is_held_until_it_has_arrived_whoever_gave_up_waiting():
     cache = on_the_host()
     held, (ticket,) = cache.begin(A)
