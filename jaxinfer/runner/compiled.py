@@ -88,6 +88,12 @@ def compile_programs(
     )
 
 
+def temp_bytes(programs: Programs) -> list[int]:
+    """Bytes of temporaries of each step on each device. Fewer where a backend does not know them of a stored one."""
+    found = (program.memory_analysis() for program in programs.steps.values())
+    return [sizes.temp_size_in_bytes for sizes in found if sizes is not None]
+
+
 def largest_temp_bytes(
     builder: StepBuilder, params: Any, executables: Executables, progress: Progress, check: Check
 ) -> int:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.params import Params
-from jaxinfer.runner import cache, inputs, long_context, sampling
+from jaxinfer.runner import cache, compiled, host_pages, inputs, long_context, sampling
 from jaxinfer.runner.buckets import Bucket, choose
 from jaxinfer.runner.compiled import Programs, Progress
 from jaxinfer.runner.disk_pages import DiskPages
@@ -72,8 +72,7 @@ class ModelRunner:
         self._host: long_context.HostContext | None = None
         self._make_state()
         self._make_host()
-        hole_bytes = max(cache.HOLE_BYTES, self._staged.nbytes, self._state.logprobs.nbytes)
-        self._around_holes = cache.make_holes(hole_bytes) if builder.platform != "cpu" else []
+        self._around_holes = cache.make_holes(self._hole_sizes()) if builder.platform != "cpu" else []
         self._counter = CompilationCounter()
         self._tier: HostPages | None = None
         self.restore_ms = 0.0
@@ -181,6 +180,16 @@ class ModelRunner:
         self._state = cache.zeros(self._builder.abstract_state)
         self._staged = jnp.zeros_like(inputs, device=inputs.sharding)
         self._rows = jnp.zeros_like(rows, device=rows.sharding)  # of decode steps
+
+    def _hole_sizes(self) -> list[int]:
+        """See `cache.hole_sizes`."""
+        small_bytes, frame_bytes = max(self._staged.nbytes, self._state.logprobs.nbytes), 0
+        if self._builder.frame_pages:
+            frame = self._builder.abstract_frame
+            assert frame.sharding is not None
+            frame_bytes = math.prod(frame.sharding.shard_shape(frame.shape)) * frame.dtype.itemsize
+        temp_bytes = compiled.temp_bytes(self._programs) if frame_bytes else ()
+        return cache.hole_sizes(small_bytes, temp_bytes, frame_bytes, host_pages.MAX_MOVING)
 
     def _make_host(self) -> None:
         if self._builder.long is not None:
