@@ -406,3 +406,10 @@ def test_what_jaxs_own_cache_had_is_compiled_again_before_it_is_kept(golden, tmp
         entry.unlink()
     assert start() == [2 * traced, tokens, 0]
     assert start() == [0, tokens, 0]
+
+
+def test_what_the_temporaries_of_a_step_take_is_known_of_stored_programs_too(kept):
+    builder, fresh, folder = kept
+    sizes = compiled.temp_bytes(fresh)
+    assert len(sizes) == len(BUCKETS) and min(sizes) > 0
+    assert compiled.temp_bytes(compile_all(builder, Executables(DiskCache.open(folder), CONFIG))) == sizes
