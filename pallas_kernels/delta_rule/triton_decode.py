@@ -29,18 +29,17 @@ class Tiling(NamedTuple):
 
 MAX_NUMBERS = 128 * 128
 """Of a state, in the registers of a program."""
+FEW_PROGRAMS = 264
+"""Up to here each multiprocessor of an H200 has two programs at most."""
 
 
 def tile(key_width: int, value_width: int, num_programs: int) -> Tiling:
     """For states [key_width, value_width] of `num_programs` heads of rows."""
     block = min(value_width, MAX_NUMBERS // key_width)
-    # Programs that fill no multiprocessor twice hurry with more threads; others take turns with less overhead.
-    numbers = 32 * (32 if num_programs <= FEW_PROGRAMS else 64)
-    return Tiling(block, max(1, min(16, key_width * block // numbers)))
-
-
-FEW_PROGRAMS = 264
-"""Up to here each multiprocessor of an H200 has two programs at most."""
+    # Of a thread: with few programs each must hurry. With many, two fit a multiprocessor either way (128 registers of
+    # 256 threads, or 64 of 512), and two of 64 KB are more than what must be under way for its share of the bandwidth.
+    numbers = 32 if num_programs <= FEW_PROGRAMS else 64
+    return Tiling(block, max(1, key_width * block // (32 * numbers)))
 
 
 def run_rows(
