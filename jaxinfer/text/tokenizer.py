@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import llguidance
 import tokenizers
 
+from jaxinfer.text import grammar
 from jaxinfer.text.pieces import PieceDecoder
 from jaxinfer.types import InvalidRequest
 
@@ -57,6 +60,11 @@ class Tokenizer:
     def decoder(self) -> PieceDecoder:
         """How the bytes of an output follow from its tokens."""
         return self._pieces
+
+    @functools.cached_property
+    def grammar_alphabet(self) -> llguidance.LLTokenizer:
+        """What grammars are checked with; made when one is first asked for."""
+        return grammar.alphabet(self)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of `text`. Special tokens written in the text become their ids.
