@@ -27,18 +27,19 @@ from collections import deque
 from typing import NamedTuple
 
 from jaxinfer.config import ConfigError, SchedulerLimits
-from jaxinfer.scheduler import report
+from jaxinfer.scheduler import integrity, report
 from jaxinfer.scheduler.admission import Admission
+from jaxinfer.scheduler.constraints import Constraints, Masks
 from jaxinfer.scheduler.kv_cache import KvCache
+from jaxinfer.scheduler.matching import Matcher
 from jaxinfer.scheduler.plan import CachedPrefix, DecodeRow, LongChunk, PrefillChunk, StepPlan, StepResult, Transferred
 from jaxinfer.scheduler.queue import order_key
 from jaxinfer.scheduler.sequence import Sequence
+from jaxinfer.scheduler.step_limit import mixed_limit
 from jaxinfer.types import InvalidRequest, QueueFull, Request, TokenEvent
 
 MAX_IN_FLIGHT = 2
 """Plans whose results are not read yet: the step that runs and the one queued behind it."""
-WAITING_SHARE = 4
-"""Decoding sequences for each one that waits, below which prompts are computed as fast as streams may bear."""
 
 
 class _Flight(NamedTuple):
@@ -69,6 +70,7 @@ class Scheduler:
         self._running: list[Sequence] = []  # in the order of `order_key`: the last is the first to give way
         self._prefilling: Sequence | None = None  # of these, the only one that may be in the middle of its prompt
         self._admission = Admission(limits, self.cache)
+        self._constraints = Constraints(self._admission.waiting)
         self._in_flight: deque[_Flight] = deque()
         self._num_arrived = 0
         self._ended: list[Sequence] = []  # with a last event, and not forgotten yet
@@ -95,7 +97,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._admission.waiting)
+        return len(self._admission.waiting) + len(self._constraints.uncompiled)
 
     @property
     def num_in_flight(self) -> int:
@@ -108,7 +110,10 @@ class Scheduler:
         return bool(self._sequences) or self.cache.has_work
 
     def submit(self, request: Request) -> None:
-        """Queues a request. Raises InvalidRequest for one that can never run, and QueueFull."""
+        """Queues a request. Raises InvalidRequest for one that can never run, and QueueFull.
+
+        One with a grammar is queued by `constrain`.
+        """
         self.tidy()
         limits = self.limits
         if request.request_id in self._sequences:
@@ -117,11 +122,33 @@ class Scheduler:
             )
         seq = Sequence(request, limits, self._num_arrived)
         seq.check_fits(limits)
-        if len(self._admission.waiting) >= limits.max_waiting:
-            raise QueueFull(f"{len(self._admission.waiting)} requests wait already; the limit is {limits.max_waiting}")
+        if self.num_waiting >= limits.max_waiting:
+            raise QueueFull(f"{self.num_waiting} requests wait already; the limit is {limits.max_waiting}")
         self._num_arrived += 1
         self._sequences[request.request_id] = seq
-        self._admission.waiting.add(seq)
+        if request.grammar:
+            self._constraints.add(seq)
+        else:
+            self._admission.waiting.add(seq)
+
+    def constrain(self, request_id: str, matcher: Matcher) -> None:
+        """Queues a request that waits for its grammar. Does nothing for any other: it may have been aborted."""
+        self._constraints.compiled(request_id, matcher)
+
+    def refuse(self, request_id: str, reason: str) -> list[TokenEvent]:
+        """Ends a request that waits for its grammar with an error, if it is one."""
+        seq = self._constraints.uncompiled.get(request_id)
+        if seq is None:
+            return []
+        event = seq.fail(reason)
+        self._remove(seq)
+        return [event]
+
+    def masks(self) -> Masks:
+        """Of the newest plan, to be asked for once the result of the one before is applied: then it is known what may
+        follow.
+        """
+        return self._constraints.masks(self._in_flight[-1].samplers.values(), self._ended)
 
     def abort(self, request_id: str) -> TokenEvent | None:
         """Ends a request now and frees what it holds. None, and nothing happens, if it is unknown or has finished."""
@@ -153,7 +180,8 @@ class Scheduler:
         """
         self._drop_plans()
         events: list[TokenEvent] = []
-        for seq in (*self._running, *(self._admission.waiting if waiting_too else ())):
+        waiting = (*self._admission.waiting, *self._constraints.uncompiled.values()) if waiting_too else ()
+        for seq in (*self._running, *waiting):
             events.append(seq.fail(reason))
             self._remove(seq)
         return events
@@ -212,7 +240,8 @@ class Scheduler:
         transfers = self.cache.take_transfers(self.num_steps)
         if not (decodes or prefills or prefixes or transfers or long):
             return None
-        plan = StepPlan(self.num_steps, decodes, prefills, prefixes, transfers, long)
+        constrained = self._constraints.concern(samplers.values())
+        plan = StepPlan(self.num_steps, decodes, prefills, prefixes, transfers, long, constrained)
         if plan.num_rows:
             self._in_flight.append(_Flight(self.num_steps, samplers))
         self.num_steps += 1
@@ -258,27 +287,8 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Tidies; raises PageError or RuntimeError unless pages, slots, queues and counts agree. O(pages + tokens)."""
         self.tidy()
-        admitted = [*self._running, *self._admission]
-        self.cache.check_integrity((seq.request.cache_salt, seq.known_in_cache(), seq.pages) for seq in admitted)
-        held = [seq.slot for seq in admitted]
-        if sorted([*self._admission.free_slots, *(-1 if slot is None else slot for slot in held)]) != list(
-            range(self.limits.max_num_seqs)
-        ):
-            raise RuntimeError(f"slots {held} are held and {self._admission.free_slots} free; each must be there once")
-        if {id(seq) for seq in self._sequences.values()} != {id(seq) for seq in (*admitted, *self._admission.waiting)}:
-            raise RuntimeError("the sequences by id are not those that run or wait")
-        for order in (self._running, list(self._admission.waiting)):
-            if order != sorted(order, key=order_key):
-                raise RuntimeError(f"sequences {[seq.request_id for seq in order]} are not in order")
-        for seq in self._sequences.values():
-            rows = sum(other is seq for flight in self._in_flight for other in flight.samplers.values())
-            seq.check_integrity(rows)
-        for seq in self._running:
-            if seq.num_computed < seq.prefill_end and seq is not self._prefilling:
-                raise RuntimeError(f"{seq.request_id!r} is in prefill, and is not the one whose turn it is")
-        for seq in admitted:
-            if bool(seq.tickets) != (seq in self._admission.restoring):
-                raise RuntimeError(f"{seq.request_id!r} waits for transfers {seq.tickets}, and is in another list")
+        held = integrity.Held(self._running, self._admission, self._constraints.uncompiled.values(), self._prefilling)
+        integrity.check(self.cache, held, self._sequences, [flight.samplers for flight in self._in_flight])
 
     def _plan_decodes(self, samplers: dict[int, Sequence]) -> list[DecodeRow]:
         """A row for every running sequence that has its prompt behind it and its length limit ahead."""
@@ -344,7 +354,7 @@ class Scheduler:
         if seq is not None and seq.num_computed >= seq.num_device:
             return chunks  # it has steps of its own
         num_waiting = len(self._admission.waiting) + len(self._admission.ready) + (seq is not None)
-        limit = self._mixed_limit(num_decodes, num_waiting) if num_decodes else limits.max_step_tokens
+        limit = mixed_limit(limits, num_decodes, num_waiting) if num_decodes else limits.max_step_tokens
         num_left = limit - num_decodes
         if seq is None:
             seq = self._admit(prefixes)
@@ -371,22 +381,10 @@ class Scheduler:
             seq = self._admit(prefixes) if num_left and self._prefilling is None else None
         return chunks
 
-    def _mixed_limit(self, num_decodes: int, num_waiting: int) -> int:
-        """Tokens of a step beside `num_decodes` decode rows, these included: more than there are rows.
-
-        A large step makes every stream wait, but gets through prompts quicker. So it is calm while few wait: streams
-        then go on at nearly their own pace. From a sequence that waits for every WAITING_SHARE that decode, the prompts
-        come first, up to what `max_mixed_tokens` allows.
-        """
-        limits = self.limits
-        if limits.calm_mixed_tokens is None or num_waiting * WAITING_SHARE > num_decodes:
-            return limits.max_mixed_tokens
-        return min(max(limits.calm_mixed_tokens, 2 * num_decodes), limits.max_mixed_tokens)
-
     def _admit(self, prefixes: list[CachedPrefix]) -> Sequence | None:
         """A sequence that now runs, if there is one and room for it."""
         num_held = self.num_running
-        per_step = min(self.limits.max_step_tokens, self._mixed_limit(num_held, 0) - num_held)
+        per_step = min(self.limits.max_step_tokens, mixed_limit(self.limits, num_held, 0) - num_held)
         seq = self._admission.next(self._running, per_step, self.num_steps, prefixes)
         if seq is not None:
             bisect.insort(self._running, seq, key=order_key)
@@ -410,8 +408,10 @@ class Scheduler:
     def _remove(self, seq: Sequence) -> None:
         """Forgets a sequence that has ended, be it running or waiting."""
         del self._sequences[seq.request_id]
+        was_uncompiled = self._constraints.remove(seq)
         if seq.slot is None:
-            self._admission.waiting.remove(seq)
+            if not was_uncompiled:
+                self._admission.waiting.remove(seq)
             return
         tokens = self._release(seq)
         if seq.request.session_id and tokens:

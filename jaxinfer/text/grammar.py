@@ -239,20 +239,17 @@ def _whole(regex: str, param: str) -> str:
     llguidance takes any other for something that nothing matches.
     """
     pieces: list[str] = []
-    depth, in_class, at_start = 0, False, True
-    tokens = re.findall(r"\\.|.", regex, re.DOTALL)
+    groups, classes, at_start = 0, 0, True
+    tokens = re.findall(r"\[\^?\]|\\.|.", regex, re.DOTALL)  # the first: a class that begins with its own bracket
     for i, token in enumerate(tokens):
         at_end = i + 1 == len(tokens) or tokens[i + 1] == "|"
-        if token in ("^", "$") and not in_class:
-            if depth or not (at_start if token == "^" else at_end):
+        if token in ("^", "$") and not classes:
+            if groups or not (at_start if token == "^" else at_end):
                 raise _refusal(param, f"the regex {regex!r:.60} has {token!r} inside it, which is not supported")
             continue
-        if in_class:
-            in_class = token != "]"
-        elif token == "[":
-            in_class = True
-        depth += (token == "(") - (token == ")") if not in_class else 0
-        at_start = token == "|" and not in_class and not depth
+        classes += token.startswith("[") - (classes > 0 and token == "]")
+        groups += (token == "(") - (token == ")") if not classes else 0
+        at_start = token == "|" and not classes and not groups
         pieces.append(token)
     return "".join(pieces)
 
