@@ -13,6 +13,7 @@ from typing import Any, ClassVar, NoReturn
 import msgspec
 import numpy
 
+from jaxinfer.http.structured import StructuredBody, form_of
 from jaxinfer.types import MAX_LOGPROBS, InvalidRequest, SamplingParams
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -67,6 +68,13 @@ class _Generation(_Body, kw_only=True, frozen=True):
     cache_salt: str | None = None
     priority: int | None = None
     session_id: str | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: StructuredBody | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
     user: str | None = None  # names the end user to the provider; it changes nothing in a reply
 
     @property
@@ -122,6 +130,7 @@ class _Generation(_Body, kw_only=True, frozen=True):
             cache_salt=self.cache_salt,
             priority=_or(self.priority, 0),
             session_id=self.session_id,
+            structured_outputs=form_of(self),
         )
 
 
@@ -224,7 +233,6 @@ class ChatRequest(_Generation, kw_only=True, frozen=True):
     top_logprobs: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
-    response_format: dict[str, Any] | None = None
     tools: list[Any] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
@@ -245,8 +253,6 @@ class ChatRequest(_Generation, kw_only=True, frozen=True):
             _refuse("tools", "tools is not supported; an empty list is accepted")
         if self.tool_choice not in (None, "none"):
             _refuse("tool_choice", "tool_choice is not supported; 'none' is accepted")
-        if self.response_format is not None and self.response_format != {"type": "text"}:
-            _refuse("response_format", "response_format is not supported; {'type': 'text'} is accepted")
 
     def template_messages(self) -> list[dict[str, str]]:
         return [message.to_template(f"messages[{i}]") for i, message in enumerate(self.messages)]
