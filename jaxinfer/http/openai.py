@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NoReturn
 import msgspec
 import numpy
 
-from jaxinfer.http.structured import StructuredBody, form_of
+from jaxinfer.http.structured import FORM_FIELDS, StructuredBody, form_of
 from jaxinfer.types import MAX_LOGPROBS, InvalidRequest, SamplingParams
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -93,6 +93,11 @@ class _Generation(_Body, kw_only=True, frozen=True):
     def has_text(self) -> bool:
         """Whether there is text to render, to tokenise or to show: work that grows with the body."""
         return True
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether a grammar is to be compiled: milliseconds, whatever the size of the body."""
+        return any(getattr(self, name) is not None for name in FORM_FIELDS)
 
     def check(self, least_tokens: int = 1) -> None:
         """Raises InvalidRequest for what the schema cannot say."""

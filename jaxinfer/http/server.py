@@ -173,7 +173,7 @@ class GenerateRoute:
             request = await asyncio.to_thread(openai.decode, self._kind, body)
         else:
             request = openai.decode(self._kind, body)
-        if request.has_text and len(body) > INLINE_BODY_BYTES:
+        if request.is_constrained or (request.has_text and len(body) > INLINE_BODY_BYTES):
             generation = await asyncio.to_thread(self._prepare, request, arrival_s)
         else:
             generation = self._prepare(request, arrival_s)

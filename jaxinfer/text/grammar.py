@@ -67,6 +67,8 @@ def check(grammar: str, tokenizer: Tokenizer, param: str) -> None:
     """
     matcher = _compile(tokenizer.grammar_alphabet, grammar)
     if error := matcher.get_error():
+        if error.startswith("oneOf"):
+            error = "oneOf whose options do not exclude each other by a type or by a property's const"
         raise _refusal(param, f"is not supported: {_short(error)}")
     matcher.compute_bitmask()
     if matcher.is_error():
@@ -174,9 +176,10 @@ class Grammars:
 
     def _compile(self, grammar: str) -> Compiled:
         matcher = _compile(self._library.result(), grammar)
-        if error := matcher.get_error():
-            raise InvalidRequest(f"the grammar is not supported: {_short(error)}", param="structured_outputs")
-        matcher.compute_bitmask()  # what makes the first of a grammar slow is then shared by all copies
+        matcher.compute_bitmask()  # the first of a grammar is slow: all copies share what it makes
+        if matcher.is_error():
+            reason = f"the grammar is not supported: {_short(matcher.get_error())}"
+            raise InvalidRequest(reason, param="structured_outputs")
         return Compiled(matcher, self._vocab_size, self._end_ids)
 
 
