@@ -11,7 +11,14 @@ import msgspec
 from jaxinfer.structured import StructuredOutputs
 from jaxinfer.types import InvalidRequest
 
-FORM_FIELDS = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
+FORM_FIELDS = (
+    "response_format",
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+)
 """Fields of a body that each ask for a form."""
 _SCHEMA_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 

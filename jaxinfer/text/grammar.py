@@ -28,6 +28,8 @@ MAX_KEPT = 128
 """Compiled grammars that are kept: requests that ask for the same form share one."""
 NUM_THREADS = 2
 """Grammars that are compiled at once, without the interpreter's lock."""
+MAX_LEADING = 3
+"""Tokens of a line break and of what a tokenizer puts before it."""
 LIMITS = llguidance.LLParserLimits(verbose_errors=False)
 """Of the work that a grammar may make. Those of the package: 20 ms to build its lexer, 14 ms a token, for instance."""
 
@@ -201,10 +203,15 @@ class _Vocabulary:
         self._encode = encode
 
     def __call__(self, text: str) -> list[int]:
-        """The tokens of a text. A tokenizer that begins every text with a space has none for one without."""
-        ids = self._encode(text)
-        if b"".join(self.tokens[id] for id in ids) == text.encode() or self.library is None:
-            return ids
+        """The tokens of a text as it stands behind others: some tokenizers put a space before all that they read."""
+        wanted = text.encode()
+        for before in ("", "\n"):
+            ids = self._encode(before + text)
+            pieces = [self.tokens[id] for id in ids]
+            for start in range(min(len(ids), MAX_LEADING) + 1):
+                if b"".join(pieces[start:]) == wanted:
+                    return ids[start:]
+        assert self.library is not None
         return self.library.greedy_tokenize(text)
 
 
