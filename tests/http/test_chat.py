@@ -161,7 +161,6 @@ def test_max_completion_tokens_wins_over_max_tokens(server):
         ({"messages": None}, "messages"),
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"tool_choice": "auto"}, "tool_choice"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"echo": True}, "echo"),
         ({"functions": []}, "functions"),
     ],
