@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from jaxinfer.runner.runner import InFlight, ModelRunner, StuckStep, Unsampled
 from jaxinfer.scheduler.matching import Matcher
@@ -49,6 +50,10 @@ class Grammars(Protocol):
 
     def compile(self, grammar: str) -> Future[Compiled]:
         """The grammar, once it is compiled, or the error that says why it cannot be."""
+        ...
+
+    def prepare(self, matchers: Sequence[Any]) -> None:
+        """Told which of its matchers will be asked for masks."""
         ...
 
     def close(self) -> None: ...
@@ -208,7 +213,8 @@ class Engine:
                 self._compiling.append(one)
 
     def _sample(self, launched: Unsampled, events: list[TokenEvent]) -> None:
-        masks = self._scheduler.masks()
+        assert self._grammars is not None
+        masks = self._scheduler.masks(self._grammars.prepare)
         events += masks.events
         self._in_flight, self._unsampled = self._runner.sample(launched, masks.rows), None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from jaxinfer.scheduler.matching import Matcher
@@ -10,6 +10,9 @@ from jaxinfer.scheduler.plan import TokenMask
 from jaxinfer.scheduler.queue import WaitingQueue
 from jaxinfer.scheduler.sequence import Sequence
 from jaxinfer.types import TokenEvent
+
+Prepare = Callable[[list[Matcher]], None]
+"""Told whose masks will be asked for, so that they can be computed side by side."""
 
 
 class Masks(NamedTuple):
@@ -48,12 +51,12 @@ class Constraints:
         """Whether any of them has to match a grammar."""
         return self.num_sequences > 0 and any(seq.matcher is not None for seq in sequences)
 
-    def masks(self, sequences: Iterable[Sequence], ended: list[Sequence]) -> Masks:
+    def masks(self, sequences: Iterable[Sequence], prepare: Prepare, ended: list[Sequence]) -> Masks:
         """Of those that match a grammar, every token of theirs being known. `ended` takes those that end here."""
         found = Masks([], [])
-        for seq in sequences:
-            if seq.matcher is None or seq.finished:
-                continue
+        matching = [seq for seq in sequences if seq.matcher is not None and not seq.finished]
+        prepare([seq.matcher for seq in matching if seq.matcher is not None])
+        for seq in matching:
             if isinstance(mask := seq.mask(), TokenMask):
                 found.rows.append(mask)
             else:

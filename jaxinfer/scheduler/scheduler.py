@@ -29,7 +29,7 @@ from typing import NamedTuple
 from jaxinfer.config import ConfigError, SchedulerLimits
 from jaxinfer.scheduler import integrity, report
 from jaxinfer.scheduler.admission import Admission
-from jaxinfer.scheduler.constraints import Constraints, Masks
+from jaxinfer.scheduler.constraints import Constraints, Masks, Prepare
 from jaxinfer.scheduler.kv_cache import KvCache
 from jaxinfer.scheduler.matching import Matcher
 from jaxinfer.scheduler.plan import CachedPrefix, DecodeRow, LongChunk, PrefillChunk, StepPlan, StepResult, Transferred
@@ -144,11 +144,11 @@ class Scheduler:
         self._remove(seq)
         return [event]
 
-    def masks(self) -> Masks:
+    def masks(self, prepare: Prepare = lambda _: None) -> Masks:
         """Of the newest plan, to be asked for once the result of the one before is applied: then it is known what may
         follow.
         """
-        return self._constraints.masks(self._in_flight[-1].samplers.values(), self._ended)
+        return self._constraints.masks(self._in_flight[-1].samplers.values(), prepare, self._ended)
 
     def abort(self, request_id: str) -> TokenEvent | None:
         """Ends a request now and frees what it holds. None, and nothing happens, if it is unknown or has finished."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import json
+import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,6 +29,10 @@ MAX_KEPT = 128
 """Compiled grammars that are kept: requests that ask for the same form share one."""
 NUM_THREADS = 2
 """Grammars that are compiled at once, without the interpreter's lock."""
+MAX_MASK_THREADS = 8
+"""That compute masks at once, while the device computes the logits that these are for."""
+MIN_SIDE_BY_SIDE = 16
+"""Masks for which it is worth it to wake threads: one takes 0.02 ms in the middle, so fewer take 0.3 ms."""
 MAX_LEADING = 3
 """Tokens of a line break and of what a tokenizer puts before it."""
 LIMITS = llguidance.LLParserLimits(verbose_errors=False)
@@ -95,8 +100,9 @@ class Matcher:
         self.end_ids = frozenset(end_ids)
         """EOS ids, which are allowed wherever the grammar may end."""
         self._library = library
-        self._words = np.zeros(-(-(vocab_size + 1) // 32), np.uint32)
+        self._num_words = -(-(vocab_size + 1) // 32)
         self._vocab_size = vocab_size
+        self._prepared: np.ndarray | None = None  # the next mask
 
     @property
     def may_end(self) -> bool:
@@ -110,6 +116,7 @@ class Matcher:
 
     def accept(self, token: int) -> bool:
         """Takes in a token that the last mask allowed. Whether the output ends here, since nothing may follow."""
+        self._prepared = None
         return self._library.consume_token(token) and self._library.is_stopped()
 
     def mask(self, barred: Iterable[int] = ()) -> bytes | None:
@@ -117,13 +124,24 @@ class Matcher:
 
         None: there are none.
         """
-        words = self._words
-        self._library.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        words, self._prepared = self._prepared, None
+        if words is None:
+            words = np.zeros(self._num_words, np.uint32)
+            self._library.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         if self._library.is_error():
             return None
         for token in (*barred, self._vocab_size):  # the last: see `_library`
             words[token // 32] &= ~np.uint32(1 << token % 32)
         return words.tobytes() if words.any() else None
+
+    @staticmethod
+    def prepare(matchers: Sequence[Matcher], threads: llguidance.LLExecutor) -> None:
+        """Computes the next masks of several at once: 0.01 to 0.3 ms each, if one thread does it."""
+        words = np.zeros((len(matchers), matchers[0]._num_words), np.uint32)
+        places = [(matcher._library, i) for i, matcher in enumerate(matchers)]
+        threads.unsafe_compute_mask_ptr(places, words.ctypes.data, words[0].nbytes, len(words))
+        for matcher, row in zip(matchers, words, strict=True):
+            matcher._prepared = row
 
 
 class Compiled:
@@ -149,6 +167,7 @@ class Grammars:
         self._end_ids = [id for id in end_ids if id < vocab_size]
         self._threads = ThreadPoolExecutor(NUM_THREADS, "grammars")
         self._library = self._threads.submit(self._vocabulary, tokenizer)
+        self._executor = llguidance.LLExecutor(min(MAX_MASK_THREADS, len(os.sched_getaffinity(0))))
         self._kept: collections.OrderedDict[str, Future[Compiled]] = collections.OrderedDict()
 
     def compile(self, grammar: str) -> Future[Compiled]:
@@ -160,6 +179,11 @@ class Grammars:
                 self._kept.popitem(last=False)
         self._kept.move_to_end(grammar)
         return kept
+
+    def prepare(self, matchers: Sequence[Matcher]) -> None:
+        """Computes the next masks of these side by side, if they are many."""
+        if len(matchers) >= MIN_SIDE_BY_SIDE:
+            Matcher.prepare(matchers, self._executor)
 
     def close(self) -> None:
         """Ends the threads once they are done with what they do."""

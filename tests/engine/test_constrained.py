@@ -160,6 +160,9 @@ class Slow:
         self.futures.append(Future())
         return self.futures[-1]
 
+    def prepare(self, matchers) -> None:
+        pass
+
     def close(self) -> None:
         pass
 

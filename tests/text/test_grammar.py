@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxinfer.structured import MAX_GRAMMAR_CHARS, StructuredOutputs
-from jaxinfer.text.grammar import Grammars, check, write
+from jaxinfer.text.grammar import MIN_SIDE_BY_SIDE, Grammars, check, write
 from jaxinfer.types import InvalidRequest, SamplingParams
 
 SUITE = json.loads((Path(__file__).parents[1] / "data" / "json_schema_suite.json").read_text())["groups"]
@@ -154,6 +154,27 @@ def test_matchers_of_one_grammar_know_nothing_of_each_other(grammars, tokenizer)
     before = allowed(second)
     first.accept(tokenizer.encode("a", add_special_tokens=False)[0])
     assert allowed(second) == before != allowed(first)
+
+
+def test_masks_that_are_computed_side_by_side_are_those_of_one_by_one(grammars, tokenizer):
+    """Also beside one that cannot go on; and what was computed is not kept for the token after."""
+    ids = tokenizer.encode('{"a": [1, "text"]}', add_special_tokens=False)
+
+    def make():
+        found = [start(grammars, json_object=True) for _ in range(MIN_SIDE_BY_SIDE)]
+        for num, matcher in enumerate(found):
+            for id in ids[: num % len(ids)]:
+                matcher.accept(id)
+        found[3].accept(tokenizer.encode("x", add_special_tokens=False)[0])
+        return found
+
+    prepared, single = make(), make()
+    grammars.prepare(prepared)
+    masks = [matcher.mask() for matcher in single]
+    assert [matcher.mask() for matcher in prepared] == masks and masks[3] is None
+    grammars.prepare(prepared)
+    assert not any(matcher.accept(ids[num % len(ids)]) for num, matcher in enumerate(prepared) if num < 3)
+    assert prepared[0].mask() == single[1].mask() != masks[0]
 
 
 def test_a_token_that_was_not_allowed_leaves_nothing_to_follow(grammars, tokenizer):
