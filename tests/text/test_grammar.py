@@ -165,13 +165,14 @@ def test_masks_that_are_computed_side_by_side_are_those_of_one_by_one(grammars, 
         for num, matcher in enumerate(found):
             for id in ids[: num % len(ids)]:
                 matcher.accept(id)
-        found[3].accept(tokenizer.encode("x", add_special_tokens=False)[0])
+        found.append(start(grammars, json_object=True))
+        found[-1].accept(tokenizer.encode("x", add_special_tokens=False)[0])
         return found
 
     prepared, single = make(), make()
     grammars.prepare(prepared)
     masks = [matcher.mask() for matcher in single]
-    assert [matcher.mask() for matcher in prepared] == masks and masks[3] is None
+    assert [matcher.mask() for matcher in prepared] == masks and masks.index(None) == MIN_SIDE_BY_SIDE
     grammars.prepare(prepared)
     assert not any(matcher.accept(ids[num % len(ids)]) for num, matcher in enumerate(prepared) if num < 3)
     assert prepared[0].mask() == single[1].mask() != masks[0]
