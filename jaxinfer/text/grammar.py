@@ -55,16 +55,21 @@ def write(form: StructuredOutputs) -> str:
     return _limited(json_grammar(schema, form), form.param)
 
 
-def json_grammar(schema: Mapping[str, Any], form: StructuredOutputs | None = None) -> str:
+def json_grammar(schema: Mapping[str, Any], form: StructuredOutputs) -> str:
     """The grammar of a JSON Schema, with the white space that `form` allows."""
-    text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
-    # Whatever a schema says of llguidance's own options: a keyword that is not enforced is refused.
-    options: Any = {"lenient": False, "coerce_one_of": False}
-    if form and form.disable_any_whitespace:
-        options["whitespace_flexible"] = False
-    else:
-        options["whitespace_pattern"] = (form.whitespace_pattern if form else None) or WHITESPACE
+    text, options = json.dumps(schema, ensure_ascii=False, allow_nan=False), json_options(form)
     return llguidance.LLMatcher.grammar_from_json_schema(text, overrides=options)
+
+
+def json_options(form: StructuredOutputs | None = None) -> Any:
+    """llguidance's own options for a JSON Schema, which win over what the schema says of them.
+
+    A keyword that is not enforced is refused. Of white space, `form` says what may stand between two parts.
+    """
+    options: dict[str, Any] = {"lenient": False, "coerce_one_of": False}
+    if form and form.disable_any_whitespace:
+        return options | {"whitespace_flexible": False}
+    return options | {"whitespace_pattern": (form.whitespace_pattern if form else None) or WHITESPACE}
 
 
 def check(grammar: str, tokenizer: Tokenizer, param: str) -> None:
