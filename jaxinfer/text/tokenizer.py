@@ -7,10 +7,9 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import llguidance
 import tokenizers
 
-from jaxinfer.text import grammar
+from jaxinfer.text.grammar import Checker
 from jaxinfer.text.pieces import PieceDecoder
 from jaxinfer.types import InvalidRequest
 
@@ -62,9 +61,9 @@ class Tokenizer:
         return self._pieces
 
     @functools.cached_property
-    def grammar_alphabet(self) -> llguidance.LLTokenizer:
-        """What grammars are checked with; made when one is first asked for."""
-        return grammar.alphabet(self)
+    def grammar_checker(self) -> Checker:
+        """Tells what is wrong with a grammar; made when that is first asked."""
+        return Checker(self)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of `text`. Special tokens written in the text become their ids.
