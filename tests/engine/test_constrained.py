@@ -14,6 +14,7 @@ import pytest
 from jaxinfer.types import FinishReason, InvalidRequest, Request
 from tests.engine.drive import GOLDEN, build, check_idle, drive
 from tests.engine.grammars import EOS, VOCAB, give_grammars, grammar, text
+from tests.engine.test_nan import POISON, poisoned
 
 REGEXES = (r"[0-9]{1,30}", r"(yes|no)( [a-z]{1,5}){0,6}\.", r"(ab|c)*d?")
 SCHEMA = {
@@ -210,3 +211,46 @@ def test_a_constrained_row_takes_part_in_every_step(engine):
     before = engine.stats().num_steps
     drive(engine, [request])
     assert engine.stats().num_steps - before <= 31
+
+
+def digits(name: str) -> Request:
+    """Thirty of them, after a prompt without the token that is poisoned below."""
+    return dataclasses.replace(ask(name, grammar(regex="[0-9]{30}")), prompt_ids=[len(name) * i % 90 for i in range(9)])
+
+
+def test_constrained_rows_go_on_when_a_neighbours_logits_are_no_numbers(engine):
+    requests = [digits("one"), digits("three")]
+    expected = drive(engine, requests)
+    bad = ask("bad", "", temperature=0.0)
+    bad = dataclasses.replace(bad, prompt_ids=[*range(5), POISON])
+    with poisoned(engine):
+        found = drive(engine, [*requests, bad], arrivals=[0, 1, 6])
+    assert found["bad"].finish_reason == FinishReason.ERROR
+    for request in requests:
+        assert found[request.request_id].tokens == expected[request.request_id].tokens
+
+
+def test_a_step_whose_sampling_fails_ends_what_runs_and_nothing_else(engine, monkeypatch):
+    """What ended by its grammar before, in the same turn, ended well."""
+    ends = ask("ends", grammar(regex="ab?"), stop_ids=(EOS, ord("b")), min_tokens=5)  # after "a", by the mask alone
+    masks, sample, failed = engine._scheduler.masks, engine._runner.sample, []
+
+    def ask_masks(prepare):
+        found = masks(prepare)
+        if found.events:
+            failed.append(found.events[0].request_id)
+        return found
+
+    def fail_once(launched, rows):
+        if failed == ["ends"]:
+            failed.append("")
+            raise RuntimeError("no sampling today")
+        return sample(launched, rows)
+
+    monkeypatch.setattr(engine._scheduler, "masks", ask_masks)
+    monkeypatch.setattr(engine._runner, "sample", fail_once)
+    found = drive(engine, [ends, digits("one")])
+    assert failed == ["ends", ""]
+    assert (found["ends"].finish_reason, text(found["ends"].tokens)) == (FinishReason.STOP, "a")
+    assert found["one"].finish_reason == FinishReason.ERROR
+    assert drive(engine, [digits("one")])["one"].finish_reason == FinishReason.STOP
