@@ -12,6 +12,7 @@ from jaxinfer.types import InvalidRequest
 
 MAX_CALLS = 32
 """Calls in one output where several are allowed: a model that finds no end would go on to the end of its context."""
+ANY_TEXT = r"(.|\n)*"
 FORMATS = ("hermes",)
 """Formats of `tool_calls` whose grammar is known."""
 
@@ -20,6 +21,7 @@ def tool_calls(
     schemas: Mapping[str, Mapping[str, Any]],
     *,
     name: str | None = None,
+    required: bool = True,
     parallel: bool = True,
     format: str = "hermes",
     special: Collection[str] = (),
@@ -27,6 +29,7 @@ def tool_calls(
     """The form of an output that is one tool call, or some where `parallel`, with arguments that fit their schemas.
 
     schemas: of the parameters of each function, by its name; name: the only one that may be called, None for any.
+    Unless `required`, there may be text before, between and behind calls, or text alone: what begins as a call is one.
     special: of the format's markers those that are special tokens of the tokenizer: there, their text is not the token.
     Checked like any other form, by `grammar.check`: it names a keyword that cannot be enforced. Raises InvalidRequest
     for an unknown name or a format without a grammar.
@@ -45,12 +48,16 @@ def tool_calls(
     opening, closing = (
         marker if marker in special else json.dumps(marker) for marker in ("<tool_call>", "</tool_call>")
     )
-    more = f' ("\\n" call){{0,{MAX_CALLS - 1}}}' if parallel else ""
-    lark = [
-        f"start: call{more}",
-        f'call: {opening} "\\n" ({" | ".join(f"call_{i}" for i in range(len(rules)))}) "\\n" {closing}',
-        *rules,
-    ]
+    body = f'"\\n" ({" | ".join(f"call_{i}" for i in range(len(rules)))}) "\\n" {closing}'
+    if required:
+        more = f' ("\\n" call){{0,{MAX_CALLS - 1}}}' if parallel else ""
+        head = [f"start: call{more}", f"call: {opening} {body}"]
+    else:
+        # A lazy lexeme ends where it first can, and from there on nothing but a call is left.
+        begin = f"text {opening}" if opening in special else f"open\nopen[lazy]: /{ANY_TEXT}<tool_call>/"
+        head = ["start: call* text" if parallel else "start: call | text", f"text: /{ANY_TEXT}/"]
+        head += [f"call: begin {body}", f"begin: {begin}"]
+    lark = [*head, *rules]
     return StructuredOutputs(grammar="\n".join(lark), param="tools")
 
 

@@ -74,11 +74,23 @@ def test_a_named_function_is_the_only_one_and_without_parallel_calls_there_is_on
     assert not matches(f"{ROME}\n{ROME}", tool_calls(TOOLS, parallel=False))
 
 
+@pytest.mark.parametrize("parallel", [True, False])
+def test_where_no_call_is_required_there_may_be_text_but_what_begins_as_a_call_is_one(matches, parallel):
+    form = tool_calls(TOOLS, required=False, parallel=parallel)
+    for text in ("", "text", "a < b <tool", ROME, f"Let me see.\n{ROME}"):
+        assert matches(text, form), text
+    for text in (f"{ROME}\n{ROME}", f"a {ROME} b {ROME} c"):
+        assert matches(text, form) == parallel, text
+    for text in ("<tool_call>", "see <tool_call>\nnothing", call("weather", {"city": "Paris"}), ROME[:-3]):
+        assert not matches(text, form), text
+
+
 def test_markers_that_are_special_tokens_are_written_as_such(matches):
     """Here they are ordinary ones, and so no token of that name is found."""
-    special = tool_calls(TOOLS, special=["<tool_call>"])
-    with pytest.raises(InvalidRequest, match="unknown special token"):
-        matches(ROME, special)
+    for required in (True, False):
+        special = tool_calls(TOOLS, required=required, special=["<tool_call>"])
+        with pytest.raises(InvalidRequest, match="unknown special token"):
+            matches(ROME, special)
 
 
 def test_what_cannot_be_enforced_is_refused_with_its_name(matches):
