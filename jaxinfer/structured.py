@@ -32,6 +32,9 @@ class StructuredOutputs:
     """JSON without white space between its parts. Otherwise a space, or a line break and an indent, may stand there."""
     whitespace_pattern: str | None = None
     """What may stand between the parts of JSON instead, as a regular expression."""
+    thought_begun: bool | None = None
+    """A thought, which ends with `</think>`, comes before: True, the prompt has begun it; False, the output may, with
+    `<think>`. None: there is none."""
     param: str = "structured_outputs"
     """What the client calls it: the parameter that an error names."""
 

@@ -42,18 +42,36 @@ LIMITS = llguidance.LLParserLimits(verbose_errors=False)
 
 def write(form: StructuredOutputs) -> str:
     """The grammar of a form, as llguidance reads it. InvalidRequest for what is no JSON Schema or no grammar at all."""
+    grammar = _write(form)
+    if form.thought_begun is not None:
+        grammar = _behind_thought(grammar, begun=form.thought_begun)
+    if len(grammar) > MAX_GRAMMAR_CHARS:
+        problem = f"its grammar has {len(grammar)} characters; at most {MAX_GRAMMAR_CHARS} are supported"
+        raise _refusal(form.param, problem)
+    return grammar
+
+
+def _write(form: StructuredOutputs) -> str:
     if form.regex is not None:
-        return _limited(llguidance.LLMatcher.grammar_from_regex(_whole(form.regex, form.param)), form.param)
+        return llguidance.LLMatcher.grammar_from_regex(_whole(form.regex, form.param))
     if form.choice is not None:
         options = " | ".join(json.dumps(option, ensure_ascii=False) for option in form.choice)
-        return _limited(llguidance.LLMatcher.grammar_from_lark(f"start: {options}"), form.param)
+        return llguidance.LLMatcher.grammar_from_lark(f"start: {options}")
     if form.grammar is not None:
         try:
-            return _limited(llguidance.grammar_from("grammar", form.grammar), form.param)
+            return llguidance.grammar_from("grammar", form.grammar)
         except ValueError as error:
             raise _refusal(form.param, f"the grammar cannot be read: {error}") from None
     schema = {"type": "object"} if form.json_object else _schema(form.json, form.param)
-    return _limited(json_grammar(schema, form), form.param)
+    return json_grammar(schema, form)
+
+
+def _behind_thought(grammar: str, *, begun: bool) -> str:
+    """The same behind a thought: it ends with the first closing tag, and white space may follow."""
+    (form,) = json.loads(grammar)["grammars"] if grammar.startswith("{") else ({"lark_grammar": grammar},)
+    thought = "thought" if begun else r"(/\s*<think>/ thought)?"
+    lark = f"start: {thought} @form\nthought: closed /\\s*/\nclosed[lazy]: /(.|\\n)*<\\/think>/"
+    return json.dumps({"grammars": [{"name": "all", "lark_grammar": lark}, form | {"name": "form"}]})
 
 
 def json_grammar(schema: Mapping[str, Any], form: StructuredOutputs) -> str:
@@ -299,12 +317,6 @@ def _whole(regex: str, param: str) -> str:
         at_start = token == "|" and not classes and not groups
         pieces.append(token)
     return "".join(pieces)
-
-
-def _limited(grammar: str, param: str) -> str:
-    if len(grammar) > MAX_GRAMMAR_CHARS:
-        raise _refusal(param, f"its grammar has {len(grammar)} characters; at most {MAX_GRAMMAR_CHARS} are supported")
-    return grammar
 
 
 def _refusal(param: str, problem: str) -> InvalidRequest:

@@ -34,6 +34,10 @@ NAMED = {"name": "thing", "schema": SCHEMA}
         ({"structured_outputs": {"regex": "a|b"}}, {"regex": "a|b"}),
         ({"structured_outputs": {"choice": ["a"]}}, {"choice": ["a"]}),
         ({"structured_outputs": {"grammar": 'start: "a"'}}, {"grammar": 'start: "a"'}),
+        ({"regex": "a|b"}, {"regex": "a|b"}),
+        ({"ebnf": 'root ::= "a"'}, {"grammar": 'root ::= "a"'}),
+        ({"json_schema": '{"type": "object"}'}, {"json": {"type": "object"}}),
+        ({"grammar": 'root ::= "a"', "guided_decoding_backend": "guidance"}, {"grammar": 'root ::= "a"'}),
     ],
 )
 @pytest.mark.parametrize("endpoint", ["chat", "complete"])
@@ -78,7 +82,7 @@ SCHEMA_FIELD = "response_format.json_schema"
         ({"guided_choice": []}, "guided_choice", "a list of strings"),
         ({"guided_grammar": "start: b"}, "guided_grammar", 'unknown name: "b"'),
         ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern", "needs guided_json"),
-        ({"guided_decoding_backend": "xgrammar"}, "guided_decoding_backend", "not a supported field"),
+        ({"guided_decoding_backend": "xgrammar"}, "guided_decoding_backend", "llguidance alone"),
         ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", "guided_regex and guided_choice"),
         (
             {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},

@@ -83,6 +83,26 @@ def test_a_form_allows_what_matches_it_and_nothing_else(grammars, tokenizer, for
 
 
 @pytest.mark.parametrize(
+    "form",
+    [
+        {"json": PERSON},
+        {"choice": ['{"name": "a"}']},
+        {"grammar": """start: "{" /[^}]+/ "}" """},
+        {"regex": r"\{[^}]+\}"},
+    ],
+)
+def test_a_thought_may_come_before_any_form(grammars, tokenizer, form):
+    """It ends with the first closing tag, and what follows that is the form; white space may stand between them."""
+    answer = '{"name": "a"}'
+    yes = {True: ["hm</think>", "\nhm < ha\n</think>\n\n"], False: ["", "<think>hm</think>", "\n<think>\n</think>\n"]}
+    no = {True: ["", "hm", "</think>hm", "</think></think>"], False: ["hm", "hm</think>", "<think>hm"]}
+    for begun in (True, False):
+        for before in (*yes[begun], *no[begun]):
+            found = matches(grammars, tokenizer, before + answer, thought_begun=begun, **form)
+            assert found == (before in yes[begun]), (begun, before)
+
+
+@pytest.mark.parametrize(
     ("form", "problem"),
     [
         ({"json": {"not": {}}}, '"not"'),
