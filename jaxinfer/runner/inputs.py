@@ -203,11 +203,13 @@ def pack_masks(masks: Sequence[TokenMask], num_rows: int, *, vocab_rows: int, nu
     """[num_rows, mask_size] int32, padded to that many."""
     packed = np.zeros((num_rows, mask_size(vocab_rows)), np.int32)
     packed[:, 0] = num_slots
+    packed[:, -2 * MAX_LOGIT_BIAS : -MAX_LOGIT_BIAS] = vocab_rows
     for row, mask in zip(packed, masks, strict=False):
         row[0] = mask.slot
         words = np.frombuffer(mask.words, "<i4")[: -(-vocab_rows // 32)]
         row[1 : 1 + len(words)] = words
-        row[-2 * MAX_LOGIT_BIAS :] = _pack_bias(mask.logit_bias, vocab_rows)
+        if mask.logit_bias:
+            row[-2 * MAX_LOGIT_BIAS :] = _pack_bias(mask.logit_bias, vocab_rows)
     return packed
 
 
