@@ -7,15 +7,17 @@ if TYPE_CHECKING:
     from jaxinfer.api import LLM
     from jaxinfer.config import EngineConfig
     from jaxinfer.serving import serve
+    from jaxinfer.structured import StructuredOutputs
     from jaxinfer.types import SamplingParams
 
-__all__ = ["LLM", "EngineConfig", "SamplingParams", "serve"]
+__all__ = ["LLM", "EngineConfig", "SamplingParams", "StructuredOutputs", "serve"]
 
 _HOMES = {
     "LLM": "jaxinfer.api",
     "serve": "jaxinfer.serving",
     "EngineConfig": "jaxinfer.config",
     "SamplingParams": "jaxinfer.types",
+    "StructuredOutputs": "jaxinfer.structured",
 }
 
 

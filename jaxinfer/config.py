@@ -164,6 +164,14 @@ class SchedulerLimits:
     long_tokens: int = 0  # that the host holds of a context which the pool does not; with 0 there is none longer
     long_chunk: int = 0  # most tokens of a step behind the pool
 
+    def __post_init__(self) -> None:
+        _check(
+            self.max_mixed_tokens >= self.max_num_seqs,
+            f"max_mixed_tokens is {self.max_mixed_tokens}, less than max_num_seqs {self.max_num_seqs}: a step must hold "
+            "a row of every sequence",
+        )
+        _check(self.max_step_tokens >= 1, f"max_step_tokens is {self.max_step_tokens}; it must be at least 1")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServerConfig:
