@@ -4,15 +4,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jaxinfer.api import LLM
+    from jaxinfer.api import LLM, run_batch
     from jaxinfer.config import EngineConfig
     from jaxinfer.serving import serve
     from jaxinfer.types import SamplingParams
 
-__all__ = ["LLM", "EngineConfig", "SamplingParams", "serve"]
+__all__ = ["LLM", "EngineConfig", "SamplingParams", "run_batch", "serve"]
 
 _HOMES = {
     "LLM": "jaxinfer.api",
+    "run_batch": "jaxinfer.api",
     "serve": "jaxinfer.serving",
     "EngineConfig": "jaxinfer.config",
     "SamplingParams": "jaxinfer.types",

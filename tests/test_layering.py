@@ -28,7 +28,17 @@ MAY_IMPORT = {
     "jaxinfer.scheduler": ("jaxinfer.types", "jaxinfer.config"),
     "jaxinfer.http": ("jaxinfer.types", "jaxinfer.config", "jaxinfer.text"),
     "jaxinfer.agent": ("jaxinfer.types", "jaxinfer.text"),
-    "jaxinfer.batch": ("jaxinfer.types", "jaxinfer.config", "jaxinfer.text"),
+    # What a row means is what the same body means to the server: see jaxinfer.batch.rows.
+    "jaxinfer.batch": (
+        "jaxinfer.types",
+        "jaxinfer.config",
+        "jaxinfer.text",
+        "jaxinfer.http.errors",
+        "jaxinfer.http.metrics",
+        "jaxinfer.http.openai",
+        "jaxinfer.http.prompts",
+        "jaxinfer.http.streams",
+    ),
     "jaxinfer.sharding": ("jaxinfer.params",),
     "jaxinfer.quant": ("jaxinfer.params", "pallas_kernels"),
     "jaxinfer.models": ("jaxinfer.params", "jaxinfer.sharding", "jaxinfer.quant", "pallas_kernels"),
@@ -99,6 +109,7 @@ INSIDE_FUNCTIONS = {
     ("jaxinfer.runner", "jax"): "Mosaic's half of Pallas takes 1.5 s to import, and only programs for Hopper need it",
     ("checkpoints", "orbax"): "takes 4 s to import, and only Orbax stores need it",
     ("jaxinfer.batch", "grain"): "only batch jobs need it",
+    ("jaxinfer.batch", "pyarrow"): "only tables need it",
     ("jaxinfer.text", "llguidance"): "only constrained output needs it",
     ("jaxinfer.cli", "jaxinfer"): "takes 1.5 s with JAX, for which --help, wrong usage and serve need not wait",
 }

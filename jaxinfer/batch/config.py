@@ -67,9 +67,7 @@ class BatchConfig:
             f"checkpoint_s is {self.checkpoint_s}; it must be from 0 to {MAX_INTERVAL_S:g} seconds",
         )
         shuffle = self.shuffle_seed
-        _check(
-            shuffle is None or 0 <= shuffle < 2**32, f"shuffle_seed is {shuffle}; it must be from 0 to {2**32 - 1}"
-        )
+        _check(shuffle is None or 0 <= shuffle < 2**32, f"shuffle_seed is {shuffle}; it must be from 0 to {2**32 - 1}")
         _check(-(2**63) <= self.seed < 2**64, f"seed is {self.seed}; it must be of 64 bits")
         for name in ("messages", "prompt", "stream", "custom_id"):
             _check(name not in self.defaults, f"defaults has {name!r}, which each row must say for itself")

@@ -17,6 +17,7 @@ import dataclasses
 import fcntl
 import gzip
 import os
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, Self
@@ -77,6 +78,8 @@ class Journal:
         self._lines: list[bytes] = []
         self._counts = state.counts
         self._iterator = state.iterator
+        self._appending = threading.Lock()
+        self._error: BatchError | None = None
 
     @classmethod
     def open(
@@ -134,20 +137,32 @@ class Journal:
         return self._state.identity
 
     @property
+    def can_write(self) -> bool:
+        """Whether no checkpoint has failed."""
+        return self._error is None
+
+    @property
     def is_done(self) -> bool:
         """Whether the output has its name."""
         return self._state.written and not _beside(self._output, ".partial").exists()
 
     def append(self, line: bytes, counts: Counts, iterator: dict[str, Any]) -> None:
         """The next row of the output; it counts with the next checkpoint."""
-        self._lines.append(line)
-        self._counts += counts
-        self._iterator = iterator
+        with self._appending:
+            self._lines.append(line)
+            self._counts += counts
+            self._iterator = iterator
 
     def checkpoint(self, *, written: bool = False) -> None:
-        """Makes sure of all that was appended. From any thread, but one at a time. Raises BatchError on a full disk."""
-        lines, counts, iterator = self._lines, self._counts, self._iterator
-        self._lines = []
+        """Makes sure of all that was appended. From any thread, but one at a time.
+
+        Raises BatchError where the disk is full, and from then on: what it had no room for must not be left out.
+        """
+        if self._error is not None:
+            raise self._error
+        with self._appending:
+            lines, counts, iterator = self._lines, self._counts, self._iterator
+            self._lines = []
         if not lines and not written and self._state.iterator is not None:
             return
         data = b"".join(lines)
@@ -166,7 +181,8 @@ class Journal:
             os.fsync(self._file.fileno())
             _replace(_beside(self._output, ".state"), msgspec.json.encode(state))
         except OSError as error:
-            raise self._failed(error) from error
+            self._error = self._failed(error)
+            raise self._error from error
         self._state = state
 
     def describe(self, facts: Mapping[str, Any]) -> None:
@@ -309,4 +325,3 @@ def _check_same(before: Mapping[str, Any], now: Mapping[str, Any], output: Path)
 def _shown(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= MAX_SHOWN_CHARS else text[:MAX_SHOWN_CHARS] + "..."
-

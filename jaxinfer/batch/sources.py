@@ -189,7 +189,9 @@ class GivenRows:
     def __init__(self, source: Any):
         self._source = source
         digest = hashlib.sha256(f"{len(source)}".encode())
-        for index in sorted({i * (len(source) - 1) // SAMPLED_ROWS for i in range(SAMPLED_ROWS + 1)} if len(source) else ()):
+        for index in sorted(
+            {i * (len(source) - 1) // SAMPLED_ROWS for i in range(SAMPLED_ROWS + 1)} if len(source) else ()
+        ):
             data = self[index].data
             digest.update(data if isinstance(data, bytes) else encode(data))
         self.digest = digest.hexdigest()
