@@ -15,7 +15,7 @@ import msgspec
 
 from jaxinfer.batch.sources import RawRow, encode
 from jaxinfer.http import openai
-from jaxinfer.http.errors import HttpError, Problem, problem
+from jaxinfer.http.errors import Problem, problem
 from jaxinfer.http.metrics import ServerMetrics
 from jaxinfer.http.prompts import PromptMaker
 from jaxinfer.http.streams import Generation
@@ -105,7 +105,7 @@ class RowMaker:
         row = Row(raw, f"batch_req_{name}", custom_id, None)
         try:
             row.generation = self._generation(url, body, raw, name if not attempt else f"{name}-{attempt}")
-        except (InvalidRequest, HttpError) as error:
+        except Exception as error:  # also one that nothing foresaw: it is logged, and ends nothing but its row
             row.failure = row.refusal(problem(error))
         return row
 
@@ -128,7 +128,7 @@ class RowMaker:
             url, body = fields["url"], fields["body"]
             if not isinstance(body, Mapping):
                 raise BadRow("invalid_body", f"{raw.place}: body is a {type(body).__name__}; an object is needed")
-        if url not in KINDS:
+        if not isinstance(url, str) or url not in KINDS:
             raise BadRow("invalid_url", f"{raw.place}: url is {url!r}; known: {', '.join(KINDS)}")
         if self._facts.url not in (None, url):
             raise BadRow("invalid_url", f"{raw.place}: url is {url!r}, and that of the batch {self._facts.url!r}")
@@ -178,9 +178,14 @@ def _fields(raw: RawRow) -> dict[str, Any]:
 def _custom_id(fields: Mapping[str, Any], raw: RawRow) -> str | None:
     """None: the row has none, which is fine for one that is not in the OpenAI API's format."""
     custom_id = fields.get("custom_id")
-    if custom_id is not None and not (isinstance(custom_id, str) and custom_id):
+    if custom_id is not None and not (isinstance(custom_id, str) and custom_id and _is_unicode(custom_id)):
         raise BadRow("invalid_custom_id", f"{raw.place}: custom_id is {custom_id!r}; some text is needed")
     return custom_id
+
+
+def _is_unicode(text: str) -> bool:
+    """Python's text may have half of a surrogate pair, which no file can."""
+    return text.encode("utf-8", "replace").decode() == text
 
 
 def _response(id: str, status: int, body: bytes) -> dict[str, Any]:

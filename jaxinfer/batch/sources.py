@@ -9,6 +9,8 @@ import hashlib
 import os
 import tempfile
 import threading
+import weakref
+import zlib
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -84,23 +86,26 @@ class JsonLines:
         digest = hashlib.sha256()
         self._starts, self._numbers = array("q"), array("q")
         end = 0
-        with path.open("rb") as packed:
-            self._file = _unpacked(packed, path)
-        for number, line in enumerate(self._file, 1):
-            digest.update(line)
-            if not line.isspace():
-                self._starts.append(end)
-                self._numbers.append(number)
-            end += len(line)
-        self._starts.append(end)
+        with path.open("rb") as packed, _unpacked(packed, path) as file:
+            for number, line in enumerate(file, 1):
+                digest.update(line)
+                if not line.isspace():
+                    self._starts.append(end)
+                    self._numbers.append(number)
+                end += len(line)
+            self._ends = array("q", self._starts[1:])
+            self._ends.append(end)
+            # Closed with the last reference: a thread that reads ahead may have one after the job has ended.
+            self._file = os.dup(file.fileno())
+        weakref.finalize(self, os.close, self._file)
         self.digest = digest.hexdigest()
 
     def __len__(self) -> int:
         return len(self._numbers)
 
     def __getitem__(self, index: int) -> RawRow:
-        start, end = self._starts[index], self._starts[index + 1]
-        data = os.pread(self._file.fileno(), end - start, start)
+        start, end = self._starts[index], self._ends[index]
+        data = os.pread(self._file, end - start, start)
         return RawRow(index, f"line {self._numbers[index]}", data)
 
 
@@ -112,9 +117,12 @@ def _unpacked(file: BinaryIO, path: Path) -> BinaryIO:
         with gzip.open(file) as content:
             while block := content.read(2**20):
                 unpacked.write(block)
-    except (EOFError, gzip.BadGzipFile) as error:
-        raise BatchError(f"{path} is no whole gzip file: {error}") from error
-    unpacked.flush()
+        unpacked.flush()
+    except BaseException as error:
+        unpacked.close()
+        if isinstance(error, EOFError | gzip.BadGzipFile | zlib.error):
+            raise BatchError(f"{path} is no whole gzip file: {error}") from error
+        raise
     unpacked.seek(0)
     return unpacked  # pyright: ignore[reportReturnType]
 
@@ -242,7 +250,7 @@ def find_duplicates(rows: Rows) -> Mapping[int, int]:
     for index in range(len(rows)):
         if (custom_id := _custom_id(rows[index].data)) is not None:
             indices.append(index)
-            digests += hashlib.blake2b(custom_id.encode(), digest_size=16).digest()
+            digests += hashlib.blake2b(custom_id.encode("utf-8", "replace"), digest_size=16).digest()
     halves = numpy.frombuffer(bytes(digests), numpy.uint64).reshape(-1, 2)
     order = numpy.lexsort((halves[:, 1], halves[:, 0]))  # stable: of equal ones the first comes first
     ordered = halves[order]
