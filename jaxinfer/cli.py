@@ -137,6 +137,7 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--port", type=int, default=ServerConfig.port)
     group.add_argument("--served-model-name", nargs="+", default=(), help="names that clients may use")
     group.add_argument("--api-server-count", type=int, help="front-end processes (default: by the number of cores)")
+    group.add_argument("--batch-dir", help="folder for /v1/files and /v1/batches (default: the server has neither)")
     group.add_argument("--chat-template", help="file with a Jinja template, in place of the model's own")
 
 
@@ -191,6 +192,7 @@ def _serve(args: argparse.Namespace) -> None:
     server: dict[str, Any] = {
         "served_model_names": tuple(args.served_model_name),
         "api_server_count": args.api_server_count,
+        "batch_dir": args.batch_dir,
     }
     if args.chat_template is not None:
         with open(args.chat_template, encoding="utf-8") as file:

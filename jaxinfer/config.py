@@ -168,6 +168,8 @@ class ServerConfig:
     """Jinja template in place of the model's own."""
     chat_template_kwargs: Mapping[str, object] = dataclasses.field(default_factory=dict)
     """Passed to every rendering; a request's own override them."""
+    batch_dir: str | None = None
+    """Folder for /v1/files and /v1/batches, which go on after a restart. None: the server has neither."""
     api_server_count: int | None = None
     """Front-end processes that read HTTP and write streams, behind one port. Each loads the tokenizer.
 
@@ -180,5 +182,6 @@ class ServerConfig:
             count is None or 1 <= count <= MAX_FRONT_ENDS,
             f"api_server_count is {count}; it must be from 1 to {MAX_FRONT_ENDS}",
         )
+        _check(self.batch_dir != "", "batch_dir is empty; give a folder, or leave it out for none")
         _check(0 <= self.port < 65536, f"port is {self.port}; it must be from 0 to 65535")
         _check(bool(self.host), "host is empty; 127.0.0.1 serves this machine alone, 0.0.0.0 every interface")

@@ -27,6 +27,8 @@ MAY_IMPORT = {
     "jaxinfer.text": ("jaxinfer.types",),
     "jaxinfer.scheduler": ("jaxinfer.types", "jaxinfer.config"),
     "jaxinfer.http": ("jaxinfer.types", "jaxinfer.config", "jaxinfer.text"),
+    # Batches of the server are jobs like any other.
+    "jaxinfer.http.batches": ("jaxinfer.types", "jaxinfer.config", "jaxinfer.text", "jaxinfer.http", "jaxinfer.batch"),
     "jaxinfer.agent": ("jaxinfer.types", "jaxinfer.text"),
     # What a row means is what the same body means to the server: see jaxinfer.batch.rows.
     "jaxinfer.batch": (

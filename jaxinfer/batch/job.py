@@ -8,13 +8,12 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
 from jaxinfer.batch.config import BatchConfig
 from jaxinfer.batch.journal import Counts, Journal
-from jaxinfer.batch.progress import JobProgress
 from jaxinfer.batch.rows import Row, RowMaker, failed_line
 from jaxinfer.batch.sources import Rows
 from jaxinfer.http.errors import RequestFailed, problem
@@ -79,12 +78,16 @@ def shard_range(num_rows: int, config: BatchConfig) -> tuple[int, int]:
     return num_rows * index // count, num_rows * (index + 1) // count
 
 
+class Progress(Protocol):
+    """Is told where a job stands, about as often as there are checkpoints."""
+
+    def show(self, counts: Counts, *, last: bool = False) -> None: ...
+
+
 class Job:
     """Runs once, in one event loop. Everything that waits for a disk or for text does so in a thread."""
 
-    def __init__(
-        self, reader: RowReader, maker: RowMaker, journal: Journal, config: BatchConfig, progress: JobProgress
-    ):
+    def __init__(self, reader: RowReader, maker: RowMaker, journal: Journal, config: BatchConfig, progress: Progress):
         self._reader = reader
         self._maker = maker
         self._journal = journal

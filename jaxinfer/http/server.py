@@ -8,6 +8,7 @@ import logging
 import time
 import uuid
 from collections.abc import MutableMapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -19,6 +20,7 @@ from starlette.routing import Route
 
 from jaxinfer.config import ServerConfig
 from jaxinfer.http import openai
+from jaxinfer.http.batches import Batches
 from jaxinfer.http.errors import ClientGone, HttpError, Problem, problem
 from jaxinfer.http.guard import OpenRequests, Receive, Send
 from jaxinfer.http.metrics import CONTENT_TYPE, Counters, ServerMetrics
@@ -49,6 +51,7 @@ class App(Starlette):
         super().__init__(routes=routes, exception_handlers=handlers)
         self.router.redirect_slashes = False
         self.frontend = frontend
+        self.batches: Batches | None = None
         self._generate = {route.path: route.endpoint for route in routes if isinstance(route.endpoint, GenerateRoute)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -78,7 +81,8 @@ def create_app(
     caches = engine.info.prefix_caching
     metrics = ServerMetrics(prompts.model_names[0], counters or Counters(), prefix_caching=caches)
     frontend = Frontend(engine, prompts, metrics, int(time.time()) if created_s is None else created_s)
-    return App(
+    batches = None if config.batch_dir is None else Batches(Path(config.batch_dir), engine, prompts)
+    app = App(
         frontend,
         [
             Route("/v1/completions", GenerateRoute(frontend, openai.CompletionRequest), methods=["POST"]),
@@ -86,12 +90,15 @@ def create_app(
             Route("/v1/models", frontend.list_models),
             Route("/v1/models/{name:path}", frontend.show_model),
             *session_routes(engine, frontend.open_requests),
+            *([] if batches is None else batches.routes()),
             Route("/health", frontend.health),
             Route("/ping", frontend.health),
             Route("/version", frontend.version),
             Route("/metrics", frontend.show_metrics),
         ],
     )
+    app.batches = batches
+    return app
 
 
 class Frontend:
