@@ -98,6 +98,7 @@ WITHOUT_JAX = (
     "jaxinfer.text",
     "jaxinfer.scheduler",
     "jaxinfer.http",
+    "jaxinfer.batch",
     "jaxinfer.found",
     "jaxinfer.frontend",
     "jaxinfer.serving",

@@ -244,7 +244,7 @@ class Job:
             self._journal.append(line, slot.counts, slot.iterator)
 
 
-def _prompt(slot: _Slot) -> Sequence[int]:
+def _prompt(slot: _Slot) -> tuple[int, ...]:
     """What rows are sorted by: those that begin alike are then side by side."""
     generation = slot.row.generation
     request = generation.choices[0].request if generation is not None and generation.choices else None

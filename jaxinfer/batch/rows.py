@@ -89,12 +89,12 @@ class RowMaker:
 
     def make(self, raw: RawRow, attempt: int = 0) -> Row:
         """The row, ready to run or failed. attempt: tells its requests from those of an earlier try."""
-        name = hashlib.sha256(f"{self._facts.key}/{raw.index}".encode()).hexdigest()[:32]
+        name = hashlib.sha256(f"{self._facts.key}/{raw.number}".encode()).hexdigest()[:32]
         custom_id: str | None = None
         try:
             fields = _fields(raw)
             custom_id = _custom_id(fields, raw)
-            if (first := self._facts.duplicates.get(raw.index)) is not None:
+            if (first := self._facts.duplicates.get(raw.number)) is not None:
                 raise BadRow(
                     "duplicate_custom_id", f"{raw.place}: custom_id is {custom_id!r}, like that of row {first + 1}"
                 )
@@ -140,7 +140,7 @@ class RowMaker:
             given |= {"max_tokens", "max_completion_tokens"}
         body |= {field: value for field, value in self._facts.defaults.items() if field not in given}
         if body.get("seed") is None:
-            body["seed"] = sample_seed(self._facts.seed, raw.index) >> (64 - SEED_BITS)
+            body["seed"] = sample_seed(self._facts.seed, raw.number) >> (64 - SEED_BITS)
         kind = KINDS[url]
         try:
             data = encode(body)

@@ -32,7 +32,7 @@ SAMPLED_ROWS = 64
 class RawRow(NamedTuple):
     """A row as it lies in the input."""
 
-    index: int  # from 0, over the whole input
+    number: int  # from 0, over the whole input
     place: str  # for messages: "line 3"
     data: bytes | Mapping[str, Any]  # JSON, or what it stands for
 

@@ -132,7 +132,9 @@ class BatchStore:
         marks = ", ".join("?" * len(ENDED))
         return self._one(f"SELECT fields FROM batches WHERE status NOT IN ({marks}) ORDER BY place LIMIT 1", *ENDED)
 
-    def change_batch(self, batch_id: str, *, files: Iterable[Fields] = (), unless: Iterable[str] = (), **fields: Any):
+    def change_batch(
+        self, batch_id: str, *, files: Iterable[Fields] = (), unless: Iterable[str] = (), **fields: Any
+    ) -> Fields:
         """Sets fields of a batch, and adds files, at once. Does nothing in one of the states `unless`.
 
         Returns the batch as it is then.

@@ -245,15 +245,14 @@ class Batches:
             else:
                 kept.unlink()
         status = _last_state(batch, sum(counts.values()), num_rows)
-        self._store.change_batch(
-            batch_id,
-            files=files.values(),
-            status=status,
-            output_file_id=names[True] if True in files else None,
-            error_file_id=names[False] if False in files else None,
-            request_counts={"total": num_rows, "completed": counts[True], "failed": counts[False]},
-            **{f"{status}_at": int(time.time())},
-        )
+        ended: Fields = {
+            "status": status,
+            f"{status}_at": int(time.time()),
+            "output_file_id": names[True] if True in files else None,
+            "error_file_id": names[False] if False in files else None,
+            "request_counts": {"total": num_rows, "completed": counts[True], "failed": counts[False]},
+        }
+        self._store.change_batch(batch_id, files=tuple(files.values()), unless=(), **ended)
         for left in path.parent.glob(f"{batch_id}.*"):
             left.unlink()
 
