@@ -21,7 +21,7 @@ uv=${UV:-$tree/.venv/bin/uv}
 [[ -x $uv ]] || uv=$(command -v uv) || fail "no uv found; run scripts/setup.sh first, or set UV to one"
 
 rm -rf dist
-"$uv" build --quiet --out-dir dist "$tree"
+"$uv" build --quiet --python "${JAXINFER_PYTHON:-python3.12}" --out-dir dist "$tree"
 wheel=$(echo dist/*.whl)
 sdist=$(echo dist/*.tar.gz)
 say "$(stat -c '%n has %s bytes' "$wheel" "$sdist" | paste -sd' ')"
