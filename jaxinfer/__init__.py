@@ -4,8 +4,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jaxinfer.api import LLM, run_batch
+    from jaxinfer.api import LLM
     from jaxinfer.config import EngineConfig
+    from jaxinfer.offline import run_batch
     from jaxinfer.serving import serve
     from jaxinfer.types import SamplingParams
 
@@ -13,7 +14,7 @@ __all__ = ["LLM", "EngineConfig", "SamplingParams", "run_batch", "serve"]
 
 _HOMES = {
     "LLM": "jaxinfer.api",
-    "run_batch": "jaxinfer.api",
+    "run_batch": "jaxinfer.offline",
     "serve": "jaxinfer.serving",
     "EngineConfig": "jaxinfer.config",
     "SamplingParams": "jaxinfer.types",

@@ -45,9 +45,13 @@ def _refusals(command: str) -> tuple[type[Exception], ...]:
         from jaxinfer import serving
 
         return serving.REFUSALS
+    if command == "batch":
+        from jaxinfer import offline
+
+        return offline.REFUSALS
     from jaxinfer import api
 
-    return (*api.REFUSALS, api.BatchError)
+    return api.REFUSALS
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -203,7 +207,7 @@ def _serve(args: argparse.Namespace) -> None:
 
 
 def _batch(args: argparse.Namespace) -> None:
-    from jaxinfer import api
+    from jaxinfer import offline
 
     names = ("shuffle_seed", "shard_index", "shard_count", "max_rows_ahead", "checkpoint_s", "group_prefixes")
     given: dict[str, Any] = {name: getattr(args, name) for name in names}
@@ -214,7 +218,7 @@ def _batch(args: argparse.Namespace) -> None:
     defaults = {name: getattr(args, name) for name in ("max_tokens", "temperature", "top_k", "top_p", "min_p")}
     defaults["seed"] = args.sampling_seed
     job = _given(given) | {"defaults": _given(defaults)}
-    result = api.run_batch(
+    result = offline.run_batch(
         args.input,
         args.output,
         job=job,

@@ -72,14 +72,30 @@ MAY_IMPORT = {
     "jaxinfer.build": PACKAGES,  # the half of api that makes the parts
     "jaxinfer.memory_plan": PACKAGES,  # what build would make, in bytes
     "jaxinfer.api": PACKAGES,
+    "jaxinfer.offline": PACKAGES,  # the part of api that runs batch jobs
     "jaxinfer.doctor": PACKAGES,  # reports on every part
-    "jaxinfer.cli": ("jaxinfer.api", "jaxinfer.serving", "jaxinfer.doctor", "jaxinfer.config", "jaxinfer.types"),
+    "jaxinfer.cli": (
+        "jaxinfer.api",
+        "jaxinfer.offline",
+        "jaxinfer.serving",
+        "jaxinfer.doctor",
+        "jaxinfer.config",
+        "jaxinfer.types",
+    ),
     "jaxinfer.__main__": ("jaxinfer.cli",),
     # __init__: the public names
-    "jaxinfer": ("jaxinfer.api", "jaxinfer.serving", "jaxinfer.config", "jaxinfer.types", "jaxinfer.agent"),
+    "jaxinfer": (
+        "jaxinfer.api",
+        "jaxinfer.offline",
+        "jaxinfer.serving",
+        "jaxinfer.config",
+        "jaxinfer.types",
+        "jaxinfer.agent",
+    ),
 }
 ABOVE_ALL = (
     "jaxinfer.api",
+    "jaxinfer.offline",
     "jaxinfer.serving",
     "jaxinfer.build",
     "jaxinfer.memory_plan",

@@ -166,7 +166,7 @@ class Journal:
         if not lines and not written and self._state.iterator is not None:
             return
         data = b"".join(lines)
-        if self._packed and data:
+        if self._packed and (data or (written and not self._state.num_bytes)):  # a packed file has a head at least
             data = gzip.compress(data, mtime=0)
         state = msgspec.structs.replace(
             self._state,
