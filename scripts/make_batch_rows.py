@@ -1,4 +1,4 @@
-"""Rows for a batch job of a benchmark: prompts of random token ids, with lengths and outputs spread evenly by logarithm.
+"""Rows for a batch job of a benchmark: prompts of random token ids; lengths and outputs are spread by logarithm.
 
     python scripts/make_batch_rows.py rows.jsonl --rows 20000 --prompt 32 2048 --output 16 512 --vocab-size 151643
     jaxinfer batch --input rows.jsonl --output out.jsonl --model FOLDER --load-format dummy

@@ -94,6 +94,7 @@ def test_a_job_killed_while_it_compiles_and_while_it_runs_writes_what_an_uninter
 
 
 @pytest.mark.long
+@pytest.mark.timeout(600)
 def test_two_thousand_rows_killed_ten_times_at_random_are_each_written_once(tmp_path):
     """The places are drawn anew in each run of the test, and named where it fails."""
     model, cache = str(save_tiny_model(tmp_path / "model")), tmp_path / "cache"
