@@ -28,7 +28,8 @@ from jaxinfer.build import build_engine
 from jaxinfer.config import DEFAULT_MODEL, EngineConfig, ServerConfig
 from jaxinfer.engine.driven import DrivenEngine
 from jaxinfer.found import Found, find_model
-from jaxinfer.http.metrics import Counters, ServerMetrics
+from jaxinfer.http.counters import Counters
+from jaxinfer.http.metrics import ServerMetrics
 from jaxinfer.http.prompts import PromptMaker
 from jaxinfer.text.chat_template import ChatTemplate
 
@@ -114,10 +115,13 @@ def _run_job(
         defaults = {"sampling_defaults": dict(info.sampling_defaults), "eos_ids": list(info.eos_ids)}
         journal.describe({"max_model_len": info.max_model_len} | defaults)
         server_config = ServerConfig(
-            served_model_names=batch_config.served_model_names, chat_template_kwargs=batch_config.chat_template_kwargs
+            served_model_names=batch_config.served_model_names,
+            chat_template_kwargs=batch_config.chat_template_kwargs,
+            tool_call_parser=batch_config.tool_call_parser,
+            reasoning_parser=batch_config.reasoning_parser,
         )
         prompts = PromptMaker(engine, found.tokenizer, template, server_config)
-        metrics = ServerMetrics(prompts.model_names[0], Counters(), prefix_caching=info.prefix_caching)
+        metrics = ServerMetrics(prompts.model_names[0], Counters(), info)
         maker = RowMaker(prompts, metrics, facts)
         reader = RowReader(rows, batch_config, maker, journal.iterator)
         asyncio.run(_drive(Job(reader, maker, journal, batch_config, progress), engine))

@@ -35,7 +35,9 @@ MAY_IMPORT = {
         "jaxinfer.types",
         "jaxinfer.config",
         "jaxinfer.text",
+        "jaxinfer.http.counters",
         "jaxinfer.http.errors",
+        "jaxinfer.http.known_fields",
         "jaxinfer.http.metrics",
         "jaxinfer.http.openai",
         "jaxinfer.http.prompts",
@@ -58,6 +60,7 @@ MAY_IMPORT = {
     "jaxinfer.engine": ("jaxinfer.types", "jaxinfer.config", "jaxinfer.scheduler", "jaxinfer.runner"),
     "jaxinfer.frontend": ("jaxinfer.types", "jaxinfer.config", "jaxinfer.text", "jaxinfer.http", "jaxinfer.engine"),
     "jaxinfer.found": ("checkpoints", "jaxinfer.config", "jaxinfer.text"),
+    "jaxinfer.defaults": ("checkpoints", "jaxinfer.types", "jaxinfer.text"),
     "jaxinfer.serving": (
         "checkpoints",
         "jaxinfer.types",

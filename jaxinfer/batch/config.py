@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxinfer.config import ConfigError
+from jaxinfer.config import REASONING_PARSERS, TOOL_CALL_PARSERS, ConfigError
 
 MAX_SHARDS = 2**20
 """Most processes that may share a job."""
@@ -37,6 +37,10 @@ class BatchConfig:
     """Jinja template in place of the model's own."""
     chat_template_kwargs: Mapping[str, object] = dataclasses.field(default_factory=dict)
     """Passed to every rendering; a row's own override them."""
+    tool_call_parser: str = "auto"
+    """How the model writes tool calls: see ServerConfig."""
+    reasoning_parser: str = "auto"
+    """How the model marks its thought: see ServerConfig."""
     served_model_names: Sequence[str] = ()
     """Names of the model that rows may give. Empty: the name that was loaded."""
     group_prefixes: bool = False
@@ -69,6 +73,9 @@ class BatchConfig:
         shuffle = self.shuffle_seed
         _check(shuffle is None or 0 <= shuffle < 2**32, f"shuffle_seed is {shuffle}; it must be from 0 to {2**32 - 1}")
         _check(-(2**63) <= self.seed < 2**64, f"seed is {self.seed}; it must be of 64 bits")
+        for name, known in (("tool_call_parser", TOOL_CALL_PARSERS), ("reasoning_parser", REASONING_PARSERS)):
+            value = getattr(self, name)
+            _check(value in known, f"{name} is {value!r}; known: {', '.join(known)}")
         for name in ("messages", "prompt", "stream", "custom_id"):
             _check(name not in self.defaults, f"defaults has {name!r}, which each row must say for itself")
 
@@ -82,5 +89,7 @@ class BatchConfig:
             "shard_count": self.shard_count,
             "chat_template": self.chat_template,
             "chat_template_kwargs": dict(self.chat_template_kwargs),
+            "tool_call_parser": self.tool_call_parser,
+            "reasoning_parser": self.reasoning_parser,
             "served_model_names": list(self.served_model_names),
         }

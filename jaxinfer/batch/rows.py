@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from jaxinfer.batch.sources import RawRow, encode
-from jaxinfer.http import openai
+from jaxinfer.http import known_fields, openai
 from jaxinfer.http.errors import Problem, problem
 from jaxinfer.http.metrics import ServerMetrics
 from jaxinfer.http.prompts import PromptMaker
@@ -146,7 +146,7 @@ class RowMaker:
             data = encode(body)
         except (TypeError, ValueError, NotImplementedError, RecursionError) as error:
             raise InvalidRequest(f"the row has no form in JSON: {error}", code="invalid_json") from None
-        request = openai.decode(kind, data)
+        request = known_fields.decode(kind, data)
         if request.stream:
             raise InvalidRequest("stream is true; a row of a batch has one reply", param="stream")
         generation = self._prompts.generation(request, kind.id_prefix + name, self._metrics, time.monotonic())

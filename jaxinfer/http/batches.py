@@ -22,9 +22,11 @@ from jaxinfer.batch.journal import Counts, Journal
 from jaxinfer.batch.rows import KINDS, JobFacts, RowMaker
 from jaxinfer.batch.sources import Rows, find_duplicates, open_rows
 from jaxinfer.http.batch_store import ENDED, BatchStore, Fields, file_fields, new_id
+from jaxinfer.http.bodies import json_response
+from jaxinfer.http.counters import Counters
 from jaxinfer.http.errors import HttpError
-from jaxinfer.http.files import file_routes, json_response, list_response, page_of, refuse
-from jaxinfer.http.metrics import Counters, ServerMetrics
+from jaxinfer.http.files import file_routes, list_response, page_of, refuse
+from jaxinfer.http.metrics import ServerMetrics
 from jaxinfer.http.prompts import PromptMaker
 from jaxinfer.types import EngineDead, EngineHandle
 
@@ -60,8 +62,7 @@ class Batches:
         self._engine = engine
         self._prompts = prompts
         # Not those of the server: the rows of a batch wait for each other, and nobody for them.
-        caches = engine.info.prefix_caching
-        self._metrics = ServerMetrics(prompts.model_names[0], Counters(), prefix_caching=caches)
+        self._metrics = ServerMetrics(prompts.model_names[0], Counters(), engine.info)
 
     def routes(self) -> list[Route]:
         """Of files and of batches."""

@@ -7,7 +7,6 @@ import os
 from pathlib import Path
 from typing import Any, NoReturn
 
-import msgspec
 from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
 from starlette.formparsers import MultiPartException
@@ -17,6 +16,7 @@ from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
 from jaxinfer.http.batch_store import BatchStore, new_id
+from jaxinfer.http.bodies import json_response
 from jaxinfer.http.errors import HttpError
 
 MAX_FILE_BYTES = 512 * 2**20
@@ -122,10 +122,6 @@ def list_response(found: list[dict[str, Any]], limit: int) -> Response:
     shown = found[:limit]
     ends = {"first_id": shown[0]["id"], "last_id": shown[-1]["id"]} if shown else {"first_id": None, "last_id": None}
     return json_response({"object": "list", "data": shown, **ends, "has_more": len(found) > limit})
-
-
-def json_response(body: Any) -> Response:
-    return Response(msgspec.json.encode(body), media_type="application/json")
 
 
 def refuse(message: str, *, param: str | None = None, code: str = "invalid_value") -> NoReturn:

@@ -42,8 +42,9 @@ class DeviceState:
 
     k_pages: jax.Array  # [L, P, S, K, E]
     v_pages: jax.Array  # [L, P, S, K, E]
-    recurrent: jax.Array | None  # [L, N + 1, Hk, G, dk, dv] float32: of the layers that have one; None: none has
-    conv: jax.Array | None  # [L, N + 1, taps, Hk, C] float32: their last inputs, that of position p in row p % taps
+    # Of the layers that have a state; None: none has. Behind slot N come the places of M copies.
+    recurrent: jax.Array | None  # [L, N + 1 + M, Hk, G, dk, dv] float32
+    conv: jax.Array | None  # [L, N + 1 + M, taps, Hk, C] float32: their last inputs, position p's in row p % taps
     page_table: jax.Array  # [N + 1, W] int32
     logits: jax.Array  # [R, V] float32: of the last step's rows, R = N; -inf: never sampled
     sampled_slot: jax.Array  # [R] int32: slot of each of these rows; N where the row does not sample
@@ -62,6 +63,7 @@ class StateShape:
 
     cache: CacheShape
     recurrent: RecurrentShape | None = None
+    num_states: int = 0  # M, copies of a slot's recurrent state
     num_pages: int  # that sequences may own; the pool has one more
     page_size: int
     num_slots: int
@@ -86,9 +88,10 @@ class StateShape:
         recurrent = conv = None
         if (r := self.recurrent) is not None:
             heads, slots = ("delta_heads", None), ("layers", None)
-            matrices = (r.num_layers, rows, r.num_key_heads, r.group, r.key_width, r.value_width)
+            places = rows + self.num_states
+            matrices = (r.num_layers, places, r.num_key_heads, r.group, r.key_width, r.value_width)
             recurrent = array(matrices, jnp.float32, (*slots, *heads, None, None))
-            conv = array((r.num_layers, rows, TAPS, r.num_key_heads, r.channels), jnp.float32, (*slots, None, *heads))
+            conv = array((r.num_layers, places, TAPS, r.num_key_heads, r.channels), jnp.float32, (*slots, None, *heads))
         return DeviceState(
             k_pages=array(pool, self.dtype, pool_axes),
             v_pages=array(pool, self.dtype, pool_axes),
@@ -128,6 +131,13 @@ def make_holes(num_bytes: int) -> list[jax.Array]:
 def token_bytes(cache: CacheShape, dtype: jnp.dtype) -> int:
     """Bytes of KV cache that one token takes over all layers and devices."""
     return 2 * cache.num_layers * cache.num_kv_heads * cache.head_width * jnp.dtype(dtype).itemsize
+
+
+def state_bytes(recurrent: RecurrentShape) -> int:
+    """Bytes of a sequence's recurrent state, or of a copy of it, over all layers and devices."""
+    r = recurrent
+    heads = r.num_layers * r.num_key_heads
+    return 4 * heads * (r.group * r.key_width * r.value_width + TAPS * r.channels)
 
 
 def slot_bytes(state: DeviceState) -> int:

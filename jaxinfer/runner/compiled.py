@@ -28,6 +28,8 @@ GPU_OPTIONS = {
     "xla_gpu_graph_min_graph_size": 1,
     # Kernels that share no buffer may overlap: 3.52 instead of 3.73 ms a step.
     "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
+    # Products of one input are not made one: XLA would copy their weights side by side in every step.
+    "xla_gpu_dot_merger_threshold_mb": 0,
 }
 UNCAPTURED = {"xla_gpu_enable_command_buffer": ""}
 """For programs of a copy or two, whose new buffers would have a graph updated at every call."""
@@ -58,6 +60,7 @@ class Programs(NamedTuple):
     long_stores: Mapping[int, Any]  # by tokens: (host context, rows to store, staged inputs) -> host context
     gather_frame: Any = None  # (k_pages, v_pages, pages) -> frame; None: there is no host tier
     scatter_frame: Any = None  # (state, frame, pages) -> state
+    copy_state: Any = None  # (state, place that is copied and where to) -> state; None: no recurrent states are kept
 
 
 def compile_programs(
@@ -230,6 +233,9 @@ def small_programs(builder: StepBuilder) -> dict[str, Program]:
         Program("set_up_slot", builder.set_up_slot, (state, history), state, donated=(0,), options=options),
         Program("set_up_prefix", set_up_prefix, (state, staged, prefix), (state, staged), (0, 1), options),
     )
+    if builder.shape.num_states:
+        places = builder.replicated((2,), jnp.int32)
+        found += (Program("copy_state", builder.copy_state, (state, places), state, donated=(0,), options=options),)
     if builder.frame_pages:
         pages, frame = builder.replicated((builder.frame_pages,), jnp.int32), builder.abstract_frame
         pools = state.k_pages, state.v_pages

@@ -122,6 +122,8 @@ class ModelRunner:
                 self._stage(np.zeros(0, np.int32), plan.prefixes)
                 return None
             num_rows = self._run_plan(plan) if plan.long is None else self._run_long(plan.long, plan.prefixes)
+            for slot, place in plan.kept_states:
+                self._copy_state(slot, self._first_copy + place)
             if not plan.is_plain:
                 self._state = self._programs.samplers[num_rows](self._state)
             return self._read(plan, wants_logprobs=plan.wants_logprobs)
@@ -224,8 +226,18 @@ class ModelRunner:
         for prefix in prefixes:
             both = np.concatenate([inputs.pack_prefix(prefix, table_width=width), padded])
             self._state, self._staged = programs.set_up_prefix(self._state, self._staged, both)
+            if prefix.state is not None:
+                self._copy_state(self._first_copy + prefix.state, prefix.slot)
         if not prefixes:
             self._staged = programs.stage(self._staged, padded)
+
+    @property
+    def _first_copy(self) -> int:
+        """Of the places of recurrent states, the first that is no slot's."""
+        return self._builder.shape.num_slots + 1
+
+    def _copy_state(self, source: int, target: int) -> None:
+        self._state = self._programs.copy_state(self._state, np.array([source, target], np.int32))
 
     def _read(self, plan: StepPlan, *, wants_logprobs: bool) -> InFlight:
         """Starts copying what the last step sampled to the host, before the next step overwrites it."""
@@ -253,6 +265,8 @@ class ModelRunner:
         history[0] = self._builder.shape.num_slots
         self._state = jax.block_until_ready(self._programs.set_up_slot(self._state, history))
         self._stage(np.zeros(0, np.int32), [CachedPrefix(self._builder.shape.num_slots, (), None)])
+        if self._programs.copy_state is not None:
+            self._copy_state(self._builder.shape.num_slots, self._builder.shape.num_slots)
         jax.block_until_ready(self._state)
         self._warm_up_long()
         total = len(self._programs.samplers) + len(buckets)

@@ -245,6 +245,16 @@ class StepBuilder:
             sampling=state.sampling.at[slot].set(prefix.sampling, mode="drop"),
         )
 
+    def copy_state(self, state: DeviceState, places: jax.Array) -> DeviceState:
+        """Copies the recurrent state of one place, places[0], to another, places[1]. The state is donated."""
+
+        def copy(pool: jax.Array) -> jax.Array:
+            found = jax.lax.dynamic_slice_in_dim(pool, places[0], 1, axis=1)
+            return jax.lax.dynamic_update_slice_in_dim(pool, found, places[1], axis=1)
+
+        assert state.recurrent is not None and state.conv is not None
+        return state.replace(recurrent=copy(state.recurrent), conv=copy(state.conv))
+
     def gather_frame(self, k_pages: jax.Array, v_pages: jax.Array, pages: jax.Array) -> jax.Array:
         """A frame of pages [G]. The pools are not donated."""
         return jnp.stack([k_pages[:, pages], v_pages[:, pages]])

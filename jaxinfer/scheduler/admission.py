@@ -17,6 +17,22 @@ MAX_REFUSED = 8
 """Sequences that wait on, having been looked at, before no more are looked at for a plan."""
 
 
+WAITING_SHARE = 4
+"""Decoding sequences for each one that waits, below which prompts are computed as fast as streams may bear."""
+
+
+def mixed_limit(limits: SchedulerLimits, num_decodes: int, num_waiting: int) -> int:
+    """Tokens of a step beside `num_decodes` decode rows, these included: more than there are rows.
+
+    A large step makes every stream wait, but gets through prompts quicker. So it is calm while few wait: streams
+    then go on at nearly their own pace. From a sequence that waits for every WAITING_SHARE that decode, the prompts
+    come first, up to what `max_mixed_tokens` allows.
+    """
+    if limits.calm_mixed_tokens is None or num_waiting * WAITING_SHARE > num_decodes:
+        return limits.max_mixed_tokens
+    return min(max(limits.calm_mixed_tokens, 2 * num_decodes), limits.max_mixed_tokens)
+
+
 class Admission:
     """Owner of the queue, of the free slots, and of the sequences that have been given both slot and pages but do not
     run yet. A sequence whose pages come from the host holds up nobody: others are admitted meanwhile.
@@ -125,9 +141,13 @@ class Admission:
         slot = self.free_slots.pop()
         grant = self._cache.take(hit, seq.num_pages(len(seq.tokens)) - len(hit.pages))
         seq.admit(slot, grant.pages, hit.num_tokens, grant.tickets)
+        if interval := self._cache.states.interval:
+            ends = {end // interval * interval for end in (hit.num_alike, len(seq.tokens) - 1)}
+            seq.cuts = tuple(end for end in ends if end > hit.num_tokens and seq.is_cacheable)
         if hit.num_tokens:
+            state = None if hit.last is None else hit.last.state
             last = seq.last_token() if seq.has_last_token_only else None
-            prefixes.append(CachedPrefix(slot, grant.pages[: seq.num_pages(hit.num_tokens)], hit.source, last))
+            prefixes.append(CachedPrefix(slot, grant.pages[: seq.num_pages(hit.num_tokens)], hit.source, state, last))
 
     def _num_pages_until_decode(self, num_tokens: int, running: list[Sequence], per_step: int) -> int:
         """Most pages that the others take before a newcomer has computed its `num_tokens` and decodes.

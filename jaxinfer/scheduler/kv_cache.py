@@ -12,6 +12,7 @@ from jaxinfer.scheduler.pages import PagePool
 from jaxinfer.scheduler.plan import Delete, DiskPage, Transfer, Transferred
 from jaxinfer.scheduler.prefix import Grant, Hit, PrefixCache
 from jaxinfer.scheduler.sessions import Sessions
+from jaxinfer.scheduler.states import States
 from jaxinfer.scheduler.tiers import Tiers
 from jaxinfer.scheduler.tree import Node, Tree
 
@@ -29,7 +30,9 @@ class KvCache:
         self.disk = DiskTier(limits.num_disk_pages, limits.fingerprint)
         self._tree = Tree(limits.page_size)
         self.tiers = Tiers(self._tree, self.host, self.disk)
-        self.prefix = PrefixCache(self.pool, self._tree, self.tiers)  # stays empty without limits.prefix_caching
+        self.states = States(limits.num_states, limits.state_tokens)
+        # It stays empty without limits.prefix_caching.
+        self.prefix = PrefixCache(self.pool, self._tree, self.tiers, self.states)
         self.sessions = Sessions(self._tree, self.prefix, self.tiers)
         nodes: dict[str, Node] = {}
         for page in disk_pages:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jaxinfer.config import SchedulerLimits
-from jaxinfer.scheduler.plan import DecodeRow, LastToken, LongChunk, PrefillChunk
+from jaxinfer.scheduler.plan import DecodeRow, KeptState, LastToken, LongChunk, PrefillChunk
 from jaxinfer.types import FinishReason, InvalidRequest, Request, TokenEvent, TokenLogprobs
 
 
@@ -22,6 +22,7 @@ class Sequence:
 
     __slots__ = (
         "arrival",
+        "cuts",
         "fetching",
         "finished",
         "is_cacheable",
@@ -45,6 +46,9 @@ class Sequence:
         "request",
         "request_id",
         "slot",
+        "state",
+        "state_end",
+        "state_step",
         "stop_ids",
         "tickets",
         "tokens",
@@ -75,6 +79,10 @@ class Sequence:
         self.prefill_end = 0  # tokens known at admission: positions below come from chunks, the others from decode rows
         self.num_in_flight = 0
         self.prefix_len = 0  # tokens that were in the cache at this admission: chunks begin behind them
+        self.cuts: tuple[int, ...] = ()  # positions at which chunks end, so that the recurrent state there can be kept
+        self.state: int | None = None  # place of the copy of its recurrent state that it keeps as it grows
+        self.state_end = 0  # tokens that are in that copy
+        self.state_step = -1  # the plan that made it
         self.num_cached = 0  # tokens of the prompt that were in the cache when it was admitted first
         self.is_cacheable = True  # whether what its pages hold may be used by others
         # Whether its logits were not numbers once, when it had begun with pages of others: it goes on with none of them
@@ -162,6 +170,12 @@ class Sequence:
         self.num_in_flight += 1
         return DecodeRow(slot, position, new_page, self.is_plain, self.num_logprobs is not None)
 
+    def keep_state(self, step: int) -> KeptState:
+        """Its recurrent state is copied to the place that it has for that, after the step of plan `step`."""
+        assert self.slot is not None and self.state is not None
+        self.state_end, self.state_step = self.num_computed, step
+        return KeptState(self.slot, self.state)
+
     @property
     def has_last_token_only(self) -> bool:
         """Whether all known tokens but the last came from the cache, and that one is not planned yet."""
@@ -185,7 +199,7 @@ class Sequence:
         """Plans the next known tokens, `max_tokens` at most. A chunk carries the pages that its tokens begin."""
         slot, start = self.slot, self.num_computed
         assert slot is not None
-        end = min(start + max_tokens, self.prefill_end, self.num_device)
+        end = min(start + max_tokens, self.prefill_end, self.num_device, *(cut for cut in self.cuts if cut > start))
         samples = end == self.prefill_end
         self.num_computed = end
         self.num_in_flight += samples

@@ -36,6 +36,8 @@ class Node:
         "page",
         "parent",
         "salt",
+        "state",
+        "state_step",
         "step",
         "ticket",
         "tokens",
@@ -48,6 +50,8 @@ class Node:
         self.children: list[Node] = []  # sorted by their tokens
         self.page = 0  # of the device; 0: it is not there
         self.step = -1  # the plan that fills the page
+        self.state: int | None = None  # place of the recurrent state behind its last token; only with a page
+        self.state_step = -1  # the plan that copies it there
         self.ticket: int | None = None  # of the transfer that brings it, while it is under way
         self.frame: Frame | None = None  # of the host; None: it is not there
         self.index = 0  # place in the frame

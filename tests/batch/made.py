@@ -14,7 +14,8 @@ from jaxinfer.batch.progress import JobProgress
 from jaxinfer.batch.rows import JobFacts, RowMaker
 from jaxinfer.batch.sources import find_duplicates, open_rows
 from jaxinfer.config import ServerConfig
-from jaxinfer.http.metrics import Counters, ServerMetrics
+from jaxinfer.http.counters import Counters
+from jaxinfer.http.metrics import ServerMetrics
 from jaxinfer.http.prompts import PromptMaker
 from jaxinfer.text.chat_template import ChatTemplate
 from tests.http.fake_engine import FakeEngine
@@ -33,7 +34,7 @@ def make_engine(**behaviour):
 def make_maker(rows, engine, **facts) -> RowMaker:
     tokenizer, tokenizer_config = make_tokenizer()
     prompts = PromptMaker(engine, tokenizer, ChatTemplate.from_config(tokenizer_config), ServerConfig())
-    metrics = ServerMetrics("fake", Counters(), prefix_caching=False)
+    metrics = ServerMetrics("fake", Counters(), engine.info)
     known = {"key": "job", "created_s": CREATED_S, "seed": 0, "defaults": {}, "duplicates": find_duplicates(rows)}
     return RowMaker(prompts, metrics, JobFacts(**known | facts))
 

@@ -16,9 +16,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.delta_rule import api as delta_api
 from pallas_kernels.dispatch import CPU, Target
 from pallas_kernels.kv_write import api as kv_write_api
 from pallas_kernels.linear import api as linear_api
+from pallas_kernels.moe import api as moe_api
 from pallas_kernels.paged_attention import api as attention_api
 from pallas_kernels.paged_attention import decode as decode_api
 from pallas_kernels.paged_attention.api import PagedRows
@@ -75,6 +77,15 @@ REFUSED = (
         ({"target": CPU}, "the target is a cpu"),
     ),
     *refused(
+        "moe",
+        "triton",
+        ({"dtype": FULL}, NARROW_ONLY),
+        ({"weight_dtype": jnp.float16}, r"dtypes \['bfloat16', 'float16'\]"),
+        ({"norm_dtype": FULL}, r"dtypes \['bfloat16', 'float32'\]"),
+        ({"experts": 1025}, "1025 experts; it takes 1024 at most"),
+        ({"target": CPU}, "the target is a cpu"),
+    ),
+    *refused(
         "kv_write",
         "triton",
         ({"dtype": FULL}, NARROW_ONLY),
@@ -121,18 +132,31 @@ REFUSED = (
         ({"target": AMPERE}, "compute_capability=.*; it needs compute capability 90"),
         ({"target": CPU}, "the target is a cpu"),
     ),
+    *refused(
+        "delta_rule",
+        "triton",
+        ({"dtype": FULL}, NARROW_ONLY),
+        ({"key_width": 96}, "keys are 96 wide; it takes powers of two from 16 to 256"),
+        ({"key_width": 512}, "keys are 512 wide; it takes powers of two from 16 to 256"),
+        ({"value_width": 8}, "values are 8 wide; it takes powers of two from 16 to 256"),
+        ({"target": CPU}, "the target is a cpu"),
+    ),
 )
 
 EVERY_GPU = (
     Call("linear", "triton", {"rows": 1}),
     Call("linear", "triton", {"rows": 8}),
     Call("linear", "cublas", {"rows": 64}),
+    *(Call("moe", "triton", {"tokens": tokens}) for tokens in (1, 8, 64, 200, 4000)),
     Call("kv_write", "triton", {}),
     Call("paged_attention", "triton", {"width": 64}),
     Call("paged_attention", "triton", {"width": 128}),
     Call("paged_attention", "triton", {"width": 256, "max_query_len": 1, "tokens": NUM_ROWS}),
     Call("decode_attention", "triton", {"width": 64}),
     Call("decode_attention", "triton", {"width": 128}),
+    Call("delta_rule", "triton", {"tokens": NUM_ROWS, "max_query_len": 1}),
+    Call("delta_rule", "triton", {}),
+    Call("delta_rule", "triton", {"key_width": 16, "value_width": 16, "group": 3}),
 )
 TAKEN = (
     *(
@@ -145,6 +169,8 @@ TAKEN = (
     Call("decode_attention", "triton", {"width": 256, "target": AMPERE}),
     Call("decode_attention", "triton", {"width": 256, "target": HOPPER}),
     Call("paged_attention", "mosaic_gpu", {}),
+    *(Call("delta_rule", "triton", {"key_width": width, "value_width": 256}) for width in (16, 256)),
+    Call("delta_rule", "triton", {"key_width": 256, "value_width": 32, "target": AMPERE}),
     # Contexts of up to 1,024, 8,192 and 131,072 tokens: in 4, 32 and 128 parts.
     *(Call("paged_attention", "triton", {"table_width": width}) for width in (64, 512, 8192)),
     *(Call("decode_attention", "triton", {"table_width": width}) for width in (64, 512, 8192)),
@@ -162,6 +188,25 @@ def trace_linear(*, rows=1, depth=256, out=384, dtype=HALF, weight_dtype=None, n
 
     x, weight = array(rows, depth, dtype=dtype), array(NUM_LAYERS, out, depth, dtype=weight_dtype or dtype)
     jax.eval_shape(call, x, weight, array(NUM_LAYERS, depth, dtype=norm_dtype or dtype), array())
+
+
+def trace_moe(
+    *, tokens=8, experts=16, dtype=HALF, weight_dtype=None, norm_dtype=None, target=HOPPER, depth=256, width=192
+) -> None:
+    def call(x, router, gate_up, down, norm, layer):
+        how = {"norm": linear_api.Norm(norm, 1e-6), "top_k": 2, "renormalise": True, "target": target}
+        return moe_api.moe(x, moe_api.Experts(router, gate_up, down), layer, **how)
+
+    weight_dtype = weight_dtype or dtype
+    jax.eval_shape(
+        call,
+        array(tokens, depth, dtype=dtype),
+        array(NUM_LAYERS, experts, depth, dtype=dtype),
+        array(NUM_LAYERS, experts, 2, width, depth, dtype=weight_dtype),
+        array(NUM_LAYERS, experts, depth, width, dtype=weight_dtype),
+        array(NUM_LAYERS, depth, dtype=norm_dtype or dtype),
+        array(),
+    )
 
 
 def trace_kv_write(*, tokens=3, width=64, dtype=HALF, pool_dtype=None, norm_dtype=None, target=HOPPER) -> None:
@@ -223,11 +268,39 @@ def trace_decode_attention(
     )
 
 
+def trace_delta_rule(
+    *, tokens=130, group=2, key_width=128, value_width=128, max_query_len=130, dtype=HALF, target=HOPPER
+) -> None:
+    channels = 2 * key_width + group * value_width
+    heads = NUM_KV_HEADS, group
+
+    def call(x, weights, state, conv, rows, layer):
+        pools = delta_api.DeltaPools(jax.new_ref(state), jax.new_ref(conv))
+        how = {"max_query_len": max_query_len, "target": target}
+        return delta_api.delta_rule(x, weights, pools, layer, rows, eps=1e-6, **how)
+
+    jax.eval_shape(
+        call,
+        array(tokens, NUM_KV_HEADS, channels + group * value_width + 2 * group, dtype=dtype),
+        delta_api.DeltaWeights(
+            array(NUM_LAYERS, NUM_KV_HEADS, channels, delta_api.TAPS, dtype=dtype),
+            *[array(NUM_LAYERS, *heads, dtype=FULL)] * 2,
+            array(NUM_LAYERS, value_width, dtype=dtype),
+        ),
+        array(NUM_LAYERS, NUM_PAGES, *heads, key_width, value_width, dtype=FULL),
+        array(NUM_LAYERS, NUM_PAGES, delta_api.TAPS, NUM_KV_HEADS, channels, dtype=FULL),
+        delta_api.SlotRows(*[array(NUM_ROWS)] * 4, *[array(tokens)] * 2),
+        array(),
+    )
+
+
 OPS: dict[str, tuple[Callable[..., None], Any]] = {
     "linear": (trace_linear, linear_api),
+    "moe": (trace_moe, moe_api),
     "kv_write": (trace_kv_write, kv_write_api),
     "paged_attention": (trace_paged_attention, attention_api),
     "decode_attention": (trace_decode_attention, decode_api),
+    "delta_rule": (trace_delta_rule, delta_api),
 }
 
 
