@@ -149,6 +149,11 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--enable-expert-parallel", action="store_true", default=None, help="devices share out whole experts"
     )
+    group.add_argument(
+        "--num-state-copies",
+        type=int,
+        help="recurrent states that the prefix cache keeps (default: 64 on a GPU, 16 on a CPU)",
+    )
     group.add_argument("--seed", type=int, help="of random weights")
     group.add_argument("--compile-cache-dir", help="folder for compiled steps; empty: none")
 

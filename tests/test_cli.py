@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import json
 import re
@@ -137,6 +138,12 @@ def test_wrong_usage_exits_with_2(args, capsys):
         cli.main(args)
     assert end.value.code == 2
     assert "usage: jaxinfer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["serve"], ["generate", "--prompt", "a"], ["chat"], ["doctor"]])
+def test_every_field_of_the_engine_has_a_flag(command):
+    args = cli._parser().parse_args(command)
+    assert [field.name for field in dataclasses.fields(EngineConfig) if not hasattr(args, field.name)] == []
 
 
 def test_version_is_that_of_the_installed_package(capsys):
