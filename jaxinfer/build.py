@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 from checkpoints import load, orbax_store
 from checkpoints.resolve import Checkpoint
 from checkpoints.source import CheckpointError
+from jaxinfer.allocator import keep_freed_memory
 from jaxinfer.background import Background
 from jaxinfer.config import ConfigError, EngineConfig, SchedulerLimits
 from jaxinfer.defaults import eos_ids, sampling_defaults
@@ -384,7 +385,9 @@ def main(config_json: str, show_progress: str, fds: str) -> None:
     config = msgspec.json.decode(config_json, type=EngineConfig)
 
     def build() -> Engine:
-        return build_engine(config, show_progress=bool(int(show_progress)))
+        engine = build_engine(config, show_progress=bool(int(show_progress)))
+        keep_freed_memory()  # only now: of what loading took, all goes back
+        return engine
 
     engine_main(fds, build, REFUSALS, step_timeout_s=config.step_timeout_s)
 

@@ -147,7 +147,9 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--tensor-parallel-size", "-tp", type=int, help="devices that the model is split over")
     group.add_argument(
-        "--enable-expert-parallel", action="store_true", default=None, help="devices share out whole experts"
+        "--enable-expert-parallel",
+        action=argparse.BooleanOptionalAction,
+        help="each of these devices holds whole experts instead of a slice of every one (default: no)",
     )
     group.add_argument(
         "--num-state-copies",

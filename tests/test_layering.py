@@ -24,6 +24,7 @@ MAY_IMPORT = {
     "jaxinfer.params": (),
     "jaxinfer.progress": (),
     "jaxinfer.background": (),
+    "jaxinfer.allocator": (),
     "jaxinfer.text": ("jaxinfer.types",),
     "jaxinfer.scheduler": ("jaxinfer.types", "jaxinfer.config"),
     "jaxinfer.http": ("jaxinfer.types", "jaxinfer.config", "jaxinfer.text"),
@@ -58,7 +59,14 @@ MAY_IMPORT = {
         "pallas_kernels",
     ),
     "jaxinfer.engine": ("jaxinfer.types", "jaxinfer.config", "jaxinfer.scheduler", "jaxinfer.runner"),
-    "jaxinfer.frontend": ("jaxinfer.types", "jaxinfer.config", "jaxinfer.text", "jaxinfer.http", "jaxinfer.engine"),
+    "jaxinfer.frontend": (
+        "jaxinfer.types",
+        "jaxinfer.config",
+        "jaxinfer.allocator",
+        "jaxinfer.text",
+        "jaxinfer.http",
+        "jaxinfer.engine",
+    ),
     "jaxinfer.found": ("checkpoints", "jaxinfer.config", "jaxinfer.text"),
     "jaxinfer.defaults": ("checkpoints", "jaxinfer.types", "jaxinfer.text"),
     "jaxinfer.serving": (

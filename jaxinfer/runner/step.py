@@ -109,6 +109,12 @@ class StepBuilder:
             sizes.append(inputs.long_size(self.long.chunk))
         return self.replicated((max(sizes),), jnp.int32)
 
+    @property
+    def abstract_rows(self) -> jax.ShapeDtypeStruct:
+        """The one of decode steps, which are the most: 3 kB for 256 rows, of the 100 that others may need."""
+        sizes = [inputs.packed_size(bucket, self.shape.page_size) for bucket in self.buckets if bucket.decode]
+        return self.replicated((max(sizes),), jnp.int32)
+
     def abstract_context(self, num_tokens: int | None = None) -> HostContext:
         """Of what the host holds of a sequence; with `num_tokens`, of what a step of so many computes for it."""
         assert self.long is not None

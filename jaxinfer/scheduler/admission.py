@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Iterator
 from itertools import chain
@@ -89,7 +90,7 @@ class Admission:
             self.restoring.append(seq)
         return None
 
-    def take_back(self, seq: Sequence) -> list[int]:
+    def take_back(self, seq: Sequence) -> array[int]:
         """Takes the slot of a sequence that runs or is to run. Returns the tokens that are in its pages."""
         assert seq.slot is not None
         self.free_slots.append(seq.slot)

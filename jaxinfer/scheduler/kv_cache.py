@@ -55,11 +55,16 @@ class KvCache:
         """While none of these is higher than before, there is no more room, and no hit is better."""
         return self.pool.num_free, self.prefix.num_added, self.tiers.num_fetched
 
-    def take_transfers(self, step: int) -> list[Transfer]:
-        """What has to be done before the rows of the plan that is being made, `step`, in this order."""
+    def take_transfers(self, step: int, *, is_awaited: bool = False) -> list[Transfer]:
+        """What has to be done before the rows of the plan that is being made, `step`, in this order.
+
+        is_awaited: whether somebody's first token is behind it who found all else in the cache, and has no other wait:
+        then what can be copied a step later is.
+        """
         self.sessions.go_on(step)
         self.tiers.complete_paths(step)
-        self.prefix.copy_early()
+        if not is_awaited:
+            self.prefix.copy_early()
         transfers, self.tiers.transfers = self.tiers.transfers, []
         return transfers
 

@@ -33,7 +33,7 @@ from jaxinfer.scheduler.pages import PageError, PagePool
 from jaxinfer.scheduler.plan import Restore, Transferred
 from jaxinfer.scheduler.states import States
 from jaxinfer.scheduler.tiers import Tiers
-from jaxinfer.scheduler.tree import Node, Tokens, Tree
+from jaxinfer.scheduler.tree import TOKEN_BYTES, Node, Tree, pack
 
 
 class Hit(NamedTuple):
@@ -223,7 +223,7 @@ class PrefixCache:
         for i in filled:
             if node is None:
                 return
-            child = self._add(node, self._page_tokens(tokens, i), pages[i], step)
+            child = self._add(node, self._packed_page(tokens, i), pages[i], step)
             node = child if child.page == pages[i] else None
 
     def release(self, salt: str, tokens: Sequence[int], pages: Sequence[int], step: int) -> None:
@@ -237,7 +237,7 @@ class PrefixCache:
             node = nodes.get(pages[i])
             if node is None:
                 parent = path[-1] if path else self._tree.root(salt)
-                node = self._add(parent, self._page_tokens(tokens, i), pages[i], step)
+                node = self._add(parent, self._packed_page(tokens, i), pages[i], step)
             path.append(node)
         self.pool.empty([page for page in self.pool.release(pages) if page not in nodes])
         path.reverse()
@@ -334,23 +334,23 @@ class PrefixCache:
         self._unheld_pinned.clear()
         self.pool.empty(unheld)
 
-    def _page_tokens(self, tokens: Sequence[int], index: int) -> Tokens:
-        return tuple(tokens[index * self.page_size : (index + 1) * self.page_size])
+    def _packed_page(self, tokens: Sequence[int], index: int) -> bytes:
+        return pack(tokens[index * self.page_size : (index + 1) * self.page_size])
 
-    def _add(self, parent: Node, tokens: Tokens, page: int, step: int) -> Node:
+    def _add(self, parent: Node, packed: bytes, page: int, step: int) -> Node:
         """The child with these tokens, or more: one that is there, or a new one with `page`.
 
         One with just these that is not on the device takes the page.
         """
-        child, common = parent.closest(tokens)
-        if child is not None and common == len(tokens) and (child.page or len(child.tokens) > common):
+        child, common = parent.closest(packed)
+        is_same = child is not None and common == len(packed) // TOKEN_BYTES
+        if child is not None and is_same and (child.page or child.num_tokens > common):
             return child
         self.num_added += 1
-        is_same = child is not None and common == len(tokens)
-        new = child if child is not None and is_same else self._tree.add(parent, tokens)
+        new = child if child is not None and is_same else self._tree.add(parent, packed)
         new.page, new.step, new.ticket = page, step, None
         self._nodes[page] = new
-        if child is not None and not is_same and common == len(child.tokens):
+        if child is not None and not is_same and common == child.num_tokens:
             self._forget(child)  # the beginning of the new one: by rule 3 there is no other
         return new
 
@@ -397,6 +397,6 @@ class PrefixCache:
             if node is not None:
                 is_first = node.parent is not None and node.parent.parent is None and node.salt == salt
                 is_below = is_first if not i else node.parent is above
-                if not is_below or node.tokens != self._page_tokens(tokens, i):
+                if not is_below or node.packed != self._packed_page(tokens, i):
                     raise PageError(f"page {page} is page {i} of a sequence, but has another place or tokens there")
             above = node

@@ -23,6 +23,7 @@ The engine makes plan n+1 before it reads the result of step n. Six things follo
 from __future__ import annotations
 
 import bisect
+from array import array
 from collections import deque
 from typing import NamedTuple
 
@@ -217,7 +218,7 @@ class Scheduler:
         decodes = self._plan_decodes(samplers, kept)
         prefills = self._plan_prefills(decodes, samplers, prefixes, kept)
         long = None if decodes or prefills else self._plan_long(samplers)
-        transfers = self.cache.take_transfers(self.num_steps)
+        transfers = self.cache.take_transfers(self.num_steps, is_awaited=bool(prefixes))
         if not (decodes or prefills or prefixes or transfers or long):
             return None
         plan = StepPlan(self.num_steps, decodes, prefills, prefixes, transfers, long, kept)
@@ -390,7 +391,7 @@ class Scheduler:
             bisect.insort(self._running, seq, key=order_key)
         return seq
 
-    def _release(self, seq: Sequence) -> list[int]:
+    def _release(self, seq: Sequence) -> array[int]:
         """Frees slot and pages of an admitted sequence; safe while steps that use them are in flight (see the top).
 
         Returns the tokens that it leaves to the cache.
@@ -401,7 +402,7 @@ class Scheduler:
         if seq is self._prefilling:
             self._prefilling = None
         if not (self.limits.prefix_caching and seq.is_cacheable):
-            tokens = []
+            tokens = tokens[:0]
         self.cache.prefix.release(seq.request.cache_salt, tokens, seq.release(), self.num_steps - 1)
         if (place := seq.state) is not None:  # with a token that the host does not know it is of no use
             known, seq.state = tokens[: seq.state_end * (seq.state_end <= len(tokens))], None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 from jaxinfer.config import SchedulerLimits
 from jaxinfer.scheduler.plan import DecodeRow, KeptState, LastToken, LongChunk, PrefillChunk
 from jaxinfer.types import FinishReason, InvalidRequest, Request, TokenEvent, TokenLogprobs
@@ -63,7 +65,7 @@ class Sequence:
         self.request_id = request.request_id
         self.num_logprobs = request.logprobs  # alternatives per token; None: no log-probabilities at all
         self.is_plain = request.is_plain
-        self.tokens = list(request.prompt_ids)
+        self.tokens = array("I", request.prompt_ids)  # whose slices are copies of bytes, not of integers
         self.prompt_len = len(self.tokens)  # tokens
         self.max_output = min(request.max_tokens, limits.max_model_len - self.prompt_len)  # tokens
         # Positions that are ever computed: the last output token is sampled, but nothing follows from it.
@@ -153,7 +155,7 @@ class Sequence:
         self.prefill_end = 0
         return pages
 
-    def known_in_cache(self) -> list[int]:
+    def known_in_cache(self) -> array[int]:
         """The known tokens whose keys and values are in pages once every planned step has run.
 
         Behind them may lie those of a token that is in flight: planned, but not known to the host.
@@ -184,7 +186,7 @@ class Sequence:
     def last_token(self) -> LastToken:
         """For a decode row to compute it."""
         assert self.slot is not None
-        return LastToken(self.slot, self.tokens[-1], self.request, self.prompt_len, tuple(self.tokens))
+        return LastToken(self.slot, self.tokens[-1], self.request, self.prompt_len, self.tokens[:])
 
     def take_last_token(self) -> DecodeRow:
         """Plans the last known token as a decode row. The page that it begins, if it does, is its last."""
@@ -213,7 +215,7 @@ class Sequence:
             samples=samples,
             request=self.request,
             prompt_len=self.prompt_len,
-            history=tuple(self.tokens) if start == self.prefix_len else None,
+            history=self.tokens[:] if start == self.prefix_len else None,
         )
 
     def take_long(self, max_tokens: int) -> LongChunk:
@@ -224,7 +226,7 @@ class Sequence:
         self.num_computed = start + (len(known) or 1)
         samples = self.num_computed >= self.prefill_end
         self.num_in_flight += samples
-        history = tuple(self.tokens) if start == self.prefix_len else None
+        history = self.tokens[:] if start == self.prefix_len else None
         return LongChunk(slot, start, known, self.num_device, samples, self.request, self.prompt_len, history)
 
     def receive(self, token: int, logprobs: TokenLogprobs | None) -> TokenEvent:
