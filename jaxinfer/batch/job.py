@@ -6,6 +6,7 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
+import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -48,8 +49,7 @@ class RowReader:
     """Rows in the order of the job, through Grain: read, rendered and tokenised ahead of time, in threads."""
 
     def __init__(self, rows: Rows, config: BatchConfig, maker: RowMaker, state: Mapping[str, Any] | None):
-        import grain
-
+        grain = _load_grain()
         dataset = grain.MapDataset.source(rows)
         if config.shuffle_seed is not None and len(rows):
             dataset = dataset.shuffle(seed=config.shuffle_seed)
@@ -70,6 +70,15 @@ class RowReader:
                 break
             slots.append(_Slot(row, dict(self._iterator.get_state())))
         return slots
+
+
+def _load_grain() -> Any:
+    """Without the handler that it gives to Python's log, by which lines of a server's own would be written twice."""
+    before = list(logging.root.handlers)
+    import grain
+
+    logging.root.handlers[:] = before
+    return grain
 
 
 def shard_range(num_rows: int, config: BatchConfig) -> tuple[int, int]:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -20,6 +23,9 @@ from tests.batch.made import (
     text_of,
     write_lines,
 )
+
+
+ROOT = Path(__file__).parents[2]
 
 
 def rows(count, **body):
@@ -183,6 +189,15 @@ def test_no_more_rows_are_read_than_may_be_ahead_of_the_first_that_is_not_done(t
     run_job(source, tmp_path / "out.jsonl", engine, options={"max_rows_ahead": 12})
     assert 2 <= len(seen) <= 12
     assert ids(tmp_path / "out.jsonl") == [f"row-{i}" for i in range(200)]
+
+
+def test_a_job_leaves_the_log_of_the_program_as_it_was_and_starts_no_device():
+    code = (
+        "import logging; from jaxinfer.batch import job; job._load_grain(); from jax._src import xla_bridge; "
+        "print(logging.root.handlers, xla_bridge._backends)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (done.stdout, done.stderr) == ("[] {}\n", "")
 
 
 def test_an_empty_input_gives_an_empty_output(tmp_path):
