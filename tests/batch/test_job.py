@@ -24,7 +24,6 @@ from tests.batch.made import (
     write_lines,
 )
 
-
 ROOT = Path(__file__).parents[2]
 
 
