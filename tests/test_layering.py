@@ -29,8 +29,22 @@ MAY_IMPORT = {
     "jaxinfer.text": ("jaxinfer.types", "jaxinfer.structured"),
     "jaxinfer.scheduler": ("jaxinfer.types", "jaxinfer.config"),
     "jaxinfer.http": ("jaxinfer.types", "jaxinfer.structured", "jaxinfer.config", "jaxinfer.text"),
+    # Batches of the server are jobs like any other.
+    "jaxinfer.http.batches": ("jaxinfer.types", "jaxinfer.config", "jaxinfer.text", "jaxinfer.http", "jaxinfer.batch"),
     "jaxinfer.agent": ("jaxinfer.types", "jaxinfer.text"),
-    "jaxinfer.batch": ("jaxinfer.types", "jaxinfer.config", "jaxinfer.text"),
+    # What a row means is what the same body means to the server: see jaxinfer.batch.rows.
+    "jaxinfer.batch": (
+        "jaxinfer.types",
+        "jaxinfer.config",
+        "jaxinfer.text",
+        "jaxinfer.http.counters",
+        "jaxinfer.http.errors",
+        "jaxinfer.http.known_fields",
+        "jaxinfer.http.metrics",
+        "jaxinfer.http.openai",
+        "jaxinfer.http.prompts",
+        "jaxinfer.http.streams",
+    ),
     "jaxinfer.sharding": ("jaxinfer.params",),
     "jaxinfer.quant": ("jaxinfer.params", "pallas_kernels"),
     "jaxinfer.models": ("jaxinfer.params", "jaxinfer.sharding", "jaxinfer.quant", "pallas_kernels"),
@@ -70,12 +84,21 @@ MAY_IMPORT = {
     "jaxinfer.build": PACKAGES,  # the half of api that makes the parts
     "jaxinfer.memory_plan": PACKAGES,  # what build would make, in bytes
     "jaxinfer.api": PACKAGES,
+    "jaxinfer.offline": PACKAGES,  # the part of api that runs batch jobs
     "jaxinfer.doctor": PACKAGES,  # reports on every part
-    "jaxinfer.cli": ("jaxinfer.api", "jaxinfer.serving", "jaxinfer.doctor", "jaxinfer.config", "jaxinfer.types"),
+    "jaxinfer.cli": (
+        "jaxinfer.api",
+        "jaxinfer.offline",
+        "jaxinfer.serving",
+        "jaxinfer.doctor",
+        "jaxinfer.config",
+        "jaxinfer.types",
+    ),
     "jaxinfer.__main__": ("jaxinfer.cli",),
     # __init__: the public names
     "jaxinfer": (
         "jaxinfer.api",
+        "jaxinfer.offline",
         "jaxinfer.serving",
         "jaxinfer.config",
         "jaxinfer.types",
@@ -85,6 +108,7 @@ MAY_IMPORT = {
 }
 ABOVE_ALL = (
     "jaxinfer.api",
+    "jaxinfer.offline",
     "jaxinfer.serving",
     "jaxinfer.build",
     "jaxinfer.memory_plan",
@@ -104,6 +128,7 @@ WITHOUT_JAX = (
     "jaxinfer.text",
     "jaxinfer.scheduler",
     "jaxinfer.http",
+    "jaxinfer.batch",
     "jaxinfer.found",
     "jaxinfer.frontend",
     "jaxinfer.serving",
@@ -117,6 +142,7 @@ INSIDE_FUNCTIONS = {
     ("jaxinfer.runner", "jax"): "Mosaic's half of Pallas takes 1.5 s to import, and only programs for Hopper need it",
     ("checkpoints", "orbax"): "takes 4 s to import, and only Orbax stores need it",
     ("jaxinfer.batch", "grain"): "only batch jobs need it",
+    ("jaxinfer.batch", "pyarrow"): "only tables need it",
     ("jaxinfer.cli", "jaxinfer"): "takes 1.5 s with JAX, for which --help, wrong usage and serve need not wait",
 }
 

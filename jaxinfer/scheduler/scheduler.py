@@ -96,10 +96,7 @@ class Scheduler:
         return bool(self._sequences) or self.cache.has_work
 
     def submit(self, request: Request) -> None:
-        """Queues a request. Raises InvalidRequest for one that can never run, and QueueFull.
-
-        One with a grammar is queued by `constrain`.
-        """
+        """Queues a request; `constrain` one with a grammar. Raises InvalidRequest if it can never run, and QueueFull."""
         self.tidy()
         limits = self.limits
         if request.request_id in self._sequences:
@@ -131,9 +128,7 @@ class Scheduler:
         return [event]
 
     def masks(self, prepare: Prepare = lambda _: None) -> Masks:
-        """Of the newest plan, to be asked for once the result of the one before is applied: then it is known what may
-        follow.
-        """
+        """Of the newest plan, to be asked for once the result of the one before is applied."""
         return self._constraints.masks(self._in_flight[-1].samplers.values(), prepare, self._ended)
 
     def abort(self, request_id: str) -> TokenEvent | None:
@@ -147,10 +142,9 @@ class Scheduler:
         return event
 
     def clear_prefix_cache(self) -> None:
-        """Forgets every cached page but those on disk.
+        """Forgets every cached page but those on disk. Those that run go on, and leave nothing of it to others.
 
-        Sequences that run go on, and leave nothing of what they have computed so far; those whose pages were to arrive
-        wait again.
+        Those whose pages were to arrive wait again.
         """
         self.tidy()
         for seq in tuple(self._admission):
