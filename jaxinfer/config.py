@@ -167,8 +167,8 @@ class SchedulerLimits:
     def __post_init__(self) -> None:
         _check(
             self.max_mixed_tokens >= self.max_num_seqs,
-            f"max_mixed_tokens is {self.max_mixed_tokens}, less than max_num_seqs {self.max_num_seqs}: a step must hold "
-            "a row of every sequence",
+            f"max_mixed_tokens is {self.max_mixed_tokens}, less than max_num_seqs {self.max_num_seqs}: a step must "
+            "hold a row of every sequence",
         )
         _check(self.max_step_tokens >= 1, f"max_step_tokens is {self.max_step_tokens}; it must be at least 1")
 

@@ -96,7 +96,7 @@ class Scheduler:
         return bool(self._sequences) or self.cache.has_work
 
     def submit(self, request: Request) -> None:
-        """Queues a request; `constrain` one with a grammar. Raises InvalidRequest if it can never run, and QueueFull."""
+        """Queues a request; `constrain` one with a grammar. InvalidRequest if it can never run; QueueFull."""
         self.tidy()
         limits = self.limits
         if request.request_id in self._sequences:
