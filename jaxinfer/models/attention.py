@@ -12,7 +12,7 @@ import numpy as np
 from jaxinfer.models import layers
 from jaxinfer.models.config import ATTENTION, DecoderConfig
 from jaxinfer.models.model import Attend, Placement
-from jaxinfer.params import Params, ParamSpec, Source, Specs, norm_spec
+from jaxinfer.params import Params, ParamSpec, Source, Specs, Whole, norm_spec
 from pallas_kernels.kv_write.api import HeadNorms
 from pallas_kernels.linear.api import Norm, linear
 
@@ -25,11 +25,11 @@ def specs(c: DecoderConfig) -> Specs:
 
     Query, key and value rows lie together per KV head, [K, G + 2, E], so that a shard of K is a whole attention.
     """
-    group, width, kv_heads = c.group, c.head_width, c.num_kv_heads
+    group, width, kv_heads, copies = c.group, c.head_width, c.pool_heads, c.kv_copies
     numbers = c.layers_with(ATTENTION)
     stacked = functools.partial(ParamSpec, layers=numbers)
     part = c.prefix + "layers.{layer}.self_attn."
-    q_rows, kv_rows = c.num_heads * width * (2 if c.output_gate else 1), kv_heads * width
+    q_rows, kv_rows = c.num_heads * width * (2 if c.output_gate else 1), c.num_kv_heads * width
     order = channel_order(c)
 
     def qkv(suffix: str, rest: tuple[int, ...]) -> tuple[Source, ...]:
@@ -41,7 +41,7 @@ def specs(c: DecoderConfig) -> Specs:
         rest = tensors[0].shape[1:]
         q, k, v = tensors
         q = _queries_and_gates(c, q)[:, :, 0]
-        k, v = (t.reshape(kv_heads, 1, width, *rest) for t in (k, v))
+        k, v = (t.reshape(c.num_kv_heads, 1, width, *rest).repeat(copies, axis=0) for t in (k, v))
         return np.concatenate([q[:, :, order], k[:, :, order], v], axis=1)
 
     out_weight = Source(part + "o_proj.weight", (c.hidden, c.num_heads * width))
@@ -54,12 +54,14 @@ def specs(c: DecoderConfig) -> Specs:
             axes=("kv_heads", None, None, None),
             sources=qkv("weight", (c.hidden,)),
             pack=by_kv_head,
+            whole=_whole(c, 0, 2, width, c.hidden),
         ),
         "out": stacked(
             shape=(c.hidden, kv_heads, group, width),
             axes=(None, "kv_heads", None, None),
             sources=(out_weight,),
             pack=lambda tensors: tensors[0].reshape(c.hidden, kv_heads, group, width),
+            whole=_whole(c, 1, 0, width),
         ),
     }
     if c.output_gate:
@@ -68,6 +70,7 @@ def specs(c: DecoderConfig) -> Specs:
             axes=("kv_heads", None, None, None),
             sources=qkv("weight", (c.hidden,))[:1],
             pack=lambda tensors: _queries_and_gates(c, tensors[0])[:, :, 1],
+            whole=_whole(c, 0, 0, width, c.hidden),
         )
     if c.qkv_bias:
         found["qkv_bias"] = stacked(
@@ -75,6 +78,7 @@ def specs(c: DecoderConfig) -> Specs:
             axes=("kv_heads", None, None),
             sources=qkv("bias", ()),
             pack=by_kv_head,
+            whole=_whole(c, 0, 2, width),
             init="zeros",
         )
     if c.out_bias:
@@ -89,9 +93,28 @@ def specs(c: DecoderConfig) -> Specs:
     return found
 
 
+def _whole(c: DecoderConfig, axis: int, num_shared: int, *rest: int) -> Whole | None:
+    """Of a parameter of one layer in which K is dimension `axis`, before [G + num_shared, *rest], where devices share
+    KV heads: the last `num_shared` rows of a head are copied, its queries shared out."""
+    if c.kv_copies == 1:
+        return None
+    group = c.num_heads // c.num_kv_heads
+    shape = (c.hidden,) * axis + (c.num_kv_heads, group + num_shared, *rest)
+
+    def spread(array: jax.Array) -> jax.Array:
+        """[L, *shape] with K times the copies."""
+        at = 1 + axis
+        before, after = array.shape[:at], array.shape[at + 2 :]
+        queries, shared = jnp.split(array, [group], axis=at + 1)
+        queries = queries.reshape(*before, c.pool_heads, c.group, *after)
+        return jnp.concatenate([queries, jnp.repeat(shared, c.kv_copies, axis=at)], axis=at + 1)
+
+    return Whole(shape, spread)
+
+
 def _queries_and_gates(c: DecoderConfig, q: np.ndarray) -> np.ndarray:
     """[K, G, 1 or 2, E, ...] of the published query projection, in which a head's gate follows its query."""
-    return q.reshape(c.num_kv_heads, c.group, 2 if c.output_gate else 1, c.head_width, *q.shape[1:])
+    return q.reshape(c.pool_heads, c.group, 2 if c.output_gate else 1, c.head_width, *q.shape[1:])
 
 
 def channel_order(c: DecoderConfig) -> np.ndarray:
@@ -117,6 +140,8 @@ def block(
     qkv_bias = params["qkv_bias"].reshape(num_layers, -1) if c.qkv_bias else None
     heads = HeadNorms(params["q_norm"], params["k_norm"], c.norm_eps, c.norm_offset) if c.qk_norm else None
     windows = None if c.windows is None else jnp.asarray([w or NO_WINDOW for w in c.windows], jnp.int32)
+    if windows is not None and (axes := place.over("layers")):
+        windows = jax.lax.dynamic_slice(windows, (jax.lax.axis_index(axes) * num_layers,), (num_layers,))
     norm = Norm(params["attention_norm"], c.norm_eps, c.norm_offset)
     how = {"target": place.target, "counters": place.counters}
 
@@ -129,6 +154,6 @@ def block(
         if gate_weight is not None:
             gate = linear(x, gate_weight, layer, norm=norm, **how)
             a = (a * jax.nn.sigmoid(gate.astype(jnp.float32))).astype(a.dtype)
-        return layers.add_product(x, a, out_weight, params.get("out_bias"), layer, place)
+        return layers.add_product(x, a, out_weight, params.get("out_bias"), layer, place, "kv_heads")
 
     return run
