@@ -73,7 +73,25 @@ def _parser() -> argparse.ArgumentParser:
     _add_engine(check)
     check.add_argument("--memory", action="store_true", help="say where the bytes of each device go, part by part")
     check.add_argument("--json", action="store_true", help="print the report as JSON")
+    plan = command("shard-report", _shard_report, "Say what a model would take on a mesh of GPUs, without any.")
+    _add_plan(plan)
     return parser
+
+
+def _add_plan(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--model", required=True, help="folder, config.json, GGUF file, Hub id or alias; only its config is read")
+    add("--revision", help="branch, tag or commit of a Hub id")
+    add("--mesh", help="devices by axis, as in tensor=2,expert=4")
+    add("--sweep", type=int, metavar="DEVICES", help="rank all meshes of so many devices by the time of a decode step")
+    add("--rules", help="what is split over which axis, by the name of a preset (default: tensor)")
+    add("--gpu", default="h200", help="card whose figures the times follow from (default: %(default)s)")
+    add("--seqs", type=int, default=64, help="sequences that decode at once (default: %(default)s)")
+    add("--len", type=int, default=4096, help="tokens of each (default: %(default)s)")
+    add("--dtype", choices=DTYPES[1:], default="bfloat16", help="of weights and cache (default: %(default)s)")
+    add("--compile", metavar="TARGET_CONFIG", help="compile the steps for the card that this file of XLA's describes")
+    add("--json", action="store_true", help="print the report as JSON")
+    add("--png", metavar="FILE", help="write a chart, too; needs matplotlib")
 
 
 def _add_engine(parser: argparse.ArgumentParser) -> None:
@@ -111,6 +129,13 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         "--step-timeout-s", type=float, help="a step that takes longer fails its requests, in seconds (default 300)"
     )
     group.add_argument("--tensor-parallel-size", "-tp", type=int, help="devices that the model is split over")
+    group.add_argument(
+        "--enable-expert-parallel",
+        action=argparse.BooleanOptionalAction,
+        help="have these devices share out whole experts (default: a slice of each)",
+    )
+    group.add_argument("--mesh", help="devices by axis, as in tensor=2,expert=4")
+    group.add_argument("--rules", help="what is split over which axis: tensor or whole-experts (default: tensor)")
     group.add_argument("--seed", type=int, help="of random weights")
     group.add_argument("--compile-cache-dir", help="folder for compiled steps; empty: none")
 
@@ -245,6 +270,12 @@ def _doctor(args: argparse.Namespace) -> int:
     report = doctor.examine(EngineConfig(**_engine_options(args)), memory=args.memory)
     print(report.to_json() if args.json else report)
     return 0 if report.healthy else EXIT_FAILED
+
+
+def _shard_report(args: argparse.Namespace) -> int:
+    from jaxinfer import shard_report
+
+    return shard_report.run(args)
 
 
 if __name__ == "__main__":

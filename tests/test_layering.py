@@ -61,7 +61,17 @@ MAY_IMPORT = {
     "jaxinfer.memory_plan": PACKAGES,  # what build would make, in bytes
     "jaxinfer.api": PACKAGES,
     "jaxinfer.doctor": PACKAGES,  # reports on every part
-    "jaxinfer.cli": ("jaxinfer.api", "jaxinfer.serving", "jaxinfer.doctor", "jaxinfer.config", "jaxinfer.types"),
+    "jaxinfer.sharding.report": PACKAGES,  # on what would be
+    "jaxinfer.sharding.report_output": PACKAGES,
+    "jaxinfer.shard_report": PACKAGES,
+    "jaxinfer.cli": (
+        "jaxinfer.api",
+        "jaxinfer.serving",
+        "jaxinfer.doctor",
+        "jaxinfer.shard_report",
+        "jaxinfer.config",
+        "jaxinfer.types",
+    ),
     "jaxinfer.__main__": ("jaxinfer.cli",),
     # __init__: the public names
     "jaxinfer": ("jaxinfer.api", "jaxinfer.serving", "jaxinfer.config", "jaxinfer.types", "jaxinfer.agent"),
@@ -72,6 +82,7 @@ ABOVE_ALL = (
     "jaxinfer.build",
     "jaxinfer.memory_plan",
     "jaxinfer.doctor",
+    "jaxinfer.shard_report",
     "jaxinfer.cli",
     "jaxinfer.__main__",
     "jaxinfer",
@@ -100,6 +111,7 @@ INSIDE_FUNCTIONS = {
     ("checkpoints", "orbax"): "takes 4 s to import, and only Orbax stores need it",
     ("jaxinfer.batch", "grain"): "only batch jobs need it",
     ("jaxinfer.text", "llguidance"): "only constrained output needs it",
+    ("jaxinfer.sharding.report_output", "matplotlib"): "only charts need it",
     ("jaxinfer.cli", "jaxinfer"): "takes 1.5 s with JAX, for which --help, wrong usage and serve need not wait",
 }
 

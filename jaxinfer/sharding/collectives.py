@@ -130,9 +130,7 @@ def _number(jaxpr: Jaxpr, variable: Literal | Var) -> int | None:
 
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$")
-_COLLECTIVE = re.compile(
-    r" = (.*?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(-start)?\("
-)
+_COLLECTIVE = re.compile(r" = (.*?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(-start)?\(")
 _SHAPE = re.compile(r"([a-z]+\d*\w*)\[([\d,]*)\]")
 _CALLED = re.compile(r"(?:calls|to_apply|body|true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{(.*?)\}")
@@ -161,7 +159,9 @@ def of_hlo(text: str) -> list[Collective]:
 def _walk_hlo(lines: Mapping[str, list[str]], name: str, times: int, found: Counter) -> None:
     for line in lines.get(name, ()):
         if made := _COLLECTIVE.search(line):
-            sizes = [math.prod(map(int, filter(None, s[2].split(",")))) * _itemsize(s[1]) for s in _SHAPE.finditer(made[1])]
+            sizes = [
+                math.prod(map(int, filter(None, s[2].split(",")))) * _itemsize(s[1]) for s in _SHAPE.finditer(made[1])
+            ]
             # What starts one names what goes in besides what comes out.
             size = max(sizes) if made[3] and made[2] != "all-reduce" else sum(sizes)
             found[made[2], _group_size(line), size] += times
@@ -176,7 +176,9 @@ def _walk_hlo(lines: Mapping[str, list[str]], name: str, times: int, found: Coun
         if inside and " while(" in line:
             known = _TURNS.search(line)
             if known is None:
-                raise ValueError(f"a loop with collectives runs for a number of turns that is not known: {line.strip()}")
+                raise ValueError(
+                    f"a loop with collectives runs for a number of turns that is not known: {line.strip()}"
+                )
             turns = int(known[1])
         found.update({key: count * turns * times for key, count in inside.items()})
 

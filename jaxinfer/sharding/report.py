@@ -158,9 +158,7 @@ def plan(
     )
 
 
-def make_builder(
-    config: Mapping[str, Any], mesh: rules.AnyMesh, axis_rules: rules.Rules, load: Load
-) -> StepBuilder:
+def make_builder(config: Mapping[str, Any], mesh: rules.AnyMesh, axis_rules: rules.Rules, load: Load) -> StepBuilder:
     """The builder of the two steps: all sequences decode, and a chunk of a prompt."""
     model = registry.for_mesh(config, (), mesh, axis_rules)
     if load.tokens_per_seq > model.max_model_len:
@@ -178,7 +176,10 @@ def make_builder(
         dtype=jnp.dtype(load.dtype),
     )
     tokens = min(PREFILL_TOKENS, load.num_seqs * load.tokens_per_seq)
-    buckets = Bucket(True, load.num_seqs, load.num_seqs), Bucket(False, tokens, min(PREFILL_ROWS, load.num_seqs, tokens))
+    buckets = (
+        Bucket(True, load.num_seqs, load.num_seqs),
+        Bucket(False, tokens, min(PREFILL_ROWS, load.num_seqs, tokens)),
+    )
     return StepBuilder(
         model=model,
         shape=shape,

@@ -55,7 +55,11 @@ def text(report: ShardReport, model: str) -> str:
 
 def _step_lines(step: StepReport) -> list[str]:
     after = f" after {step.context:,} tokens each" if step.context else ""
-    rate = f", {step.rows / step.total_s:,.0f} tokens/s" if step.context else f", {step.tokens / step.total_s:,.0f} tokens/s"
+    rate = (
+        f", {step.rows / step.total_s:,.0f} tokens/s"
+        if step.context
+        else f", {step.tokens / step.total_s:,.0f} tokens/s"
+    )
     lines = [
         f"{step.name}{after}: at least {step.total_s * 1e3:.3f} ms{rate}",
         f"  reading {step.memory_s * 1e3:.3f} ms, products {step.matrix_s * 1e3:.3f} ms, links {step.link_s * 1e3:.3f} ms",
@@ -100,9 +104,7 @@ def draw(reports: Sequence[ShardReport], title: str, path: Path) -> None:
         panels[0].set_title("GiB of each device; dotted: what it has", fontsize=9)
         for panel, number in zip(panels[1:], (0, -1), strict=True):
             steps = [r.steps[number] for r in reversed(reports)]
-            times = [
-                {"reading or products": s.total_s - s.link_s, "collectives": s.link_s} for s in steps
-            ]
+            times = [{"reading or products": s.total_s - s.link_s, "collectives": s.link_s} for s in steps]
             _bars(panel, names, times, 1e-3)
             panel.set_title(f"{steps[0].name}: least time, ms", fontsize=9)
         for panel in panels:
