@@ -94,7 +94,7 @@ def norm_spec(
     offset: float = 0.0,
     pack: Callable[[Sequence[np.ndarray]], np.ndarray] = only,
 ) -> ParamSpec:
-    """A norm's weight [size], of tensor `name`. offset: what the model adds to it; random ones start at 1 with it."""
+    """A norm's weight [size], of the tensor `name`. offset: what the model adds; random ones sum to 1."""
     source, init = Source(name, (size,)), "zeros" if offset else "ones"
     return ParamSpec(shape=(size,), axes=(None,), sources=(source,), layers=layers, init=init, pack=pack)
 

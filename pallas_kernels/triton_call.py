@@ -40,6 +40,11 @@ SHARED_KIB = {80: 163, 87: 163, 90: 227, 100: 227, 103: 227, 110: 227}
 """Shared memory that a program may have, by compute capability; 99 on every other GPU (CUDA programming guide)."""
 
 
+def shared_bytes(target: Target) -> int:
+    """Shared memory that a program may have."""
+    return SHARED_KIB.get(target.compute_capability, 99) * 2**10
+
+
 class Compiled(NamedTuple):
     """A kernel for one GPU and one set of dtypes and constants."""
 
@@ -115,7 +120,7 @@ def _compile(
     meta = found.metadata
     if meta.global_scratch_size or meta.profile_scratch_size:
         raise NotImplementedError(f"{kernel.__name__} needs scratch memory of Triton's own")
-    limit = SHARED_KIB.get(compute_capability, 99) * 2**10
+    limit = shared_bytes(Target("gpu", compute_capability))
     if meta.shared > limit:
         raise NotImplementedError(f"{kernel.__name__} needs {meta.shared} bytes of shared memory; there are {limit}")
     return Compiled(meta.name, found.asm["ptx"], meta.shared, 32 * num_warps)

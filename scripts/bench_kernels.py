@@ -26,9 +26,12 @@ from step_timing import Rates, measure_rates
 
 from jaxinfer.runner.compiled import GPU_OPTIONS
 from jaxinfer.runner.sampling import num_top
+from pallas_kernels.delta_rule import api as delta_api
+from pallas_kernels.delta_rule import cases as delta_cases
 from pallas_kernels.dispatch import Route, Target
 from pallas_kernels.kv_write import api as kv_write_api
 from pallas_kernels.linear import api as linear_api
+from pallas_kernels.moe import api as moe_api
 from pallas_kernels.paged_attention import api as attention_api
 from pallas_kernels.sample import api as sample_api
 from pallas_kernels.sample import cases as sample_cases
@@ -37,6 +40,7 @@ RUNS = 20
 DTYPE = jnp.bfloat16
 NUM_COUNTERS = 2**14
 QWEN3_4B = {"H": 32, "K": 8, "E": 128, "D": 2560, "F": 9728, "V": sample_cases.QWEN3}
+QWEN3_30B_A3B = {"D": 2048, "I": 768, "X": 128, "k": 8}
 ASKS = {
     "temperature": sample_cases.Ask(temperature=0.7),
     "top-k and top-p": sample_cases.Ask(temperature=0.6, top_k=20, top_p=0.95),
@@ -53,6 +57,8 @@ class Case(NamedTuple):
     arrays: Callable[[], Any]
     layer_bytes: float  # least bytes that a layer moves; 0 where operations bind
     layer_flops: float
+    pools: Callable[[], Any] = tuple
+    """Arrays that the op changes in place: call gets Refs of them after `arrays`."""
 
 
 def random(index: int, *shape: int, scale: float = 1.0) -> jax.Array:
@@ -158,6 +164,39 @@ def linear_case(name: str, rows: int, depth: int, out: int, layers: int, **more:
     return Case(name, layers, linear_api.ROUTES[:-1], call, arrays, 2.0 * weights, 2.0 * weights * rows)
 
 
+def moe_case(name: str, tokens: int, layers: int, sizes: dict[str, int]) -> Case:
+    """A layer of experts. Its bytes are those of the experts that random choices meet, on average."""
+    depth, width, num_experts, top_k = (sizes[key] for key in "DIXk")
+
+    def arrays():
+        experts = moe_api.Experts(
+            random(1, layers, num_experts, depth, scale=depth**-0.5),
+            random(2, layers, num_experts, 2, width, depth, scale=depth**-0.5),
+            random(3, layers, num_experts, depth, width, scale=width**-0.5),
+        )
+        return random(4, tokens, depth), experts, jnp.ones((layers, depth), DTYPE)
+
+    def call(route, layer, counters, arrays, target):
+        x, experts, scale = arrays
+        return route.run(
+            x,
+            experts,
+            layer,
+            norm=linear_api.Norm(scale, 1e-6),
+            top_k=top_k,
+            renormalise=True,
+            residual=x,
+            first_expert=jnp.zeros((), jnp.int32),
+            valid=None,
+            counters=counters,
+            target=target,
+        )
+
+    met = num_experts * (1 - (1 - top_k / num_experts) ** tokens)
+    expert = 3.0 * depth * width
+    return Case(name, layers, moe_api.ROUTES[:-1], call, arrays, 2 * met * expert, 2 * tokens * top_k * expert)
+
+
 def kv_write_case(name: str, tokens: int, layers: int, heads: dict[str, int]) -> Case:
     """QK-norm, RoPE and KV write of `tokens` tokens."""
     num_kv_heads, width, group, page_size = heads["K"], heads["E"], heads["H"] // heads["K"], 16
@@ -204,8 +243,39 @@ def sample_case(name: str, rows: int, vocab: int, ask: sample_cases.Ask, layers:
     return Case(name, layers, sample_api.ROUTES[:-1], call, arrays, 4.0 * rows * vocab, 0)
 
 
+def delta_case(name: str, rows: tuple[tuple[int, int], ...], layers: int, heads: dict[str, int]) -> Case:
+    """rows: tokens in the step and of the sequence before it. As many slots as rows."""
+    case = delta_cases.Case(name=name, rows=rows, free_slots=0, **heads)
+    key_heads, group, key_width, value_width = heads.values()
+    placed = jax.tree.map(jnp.asarray, delta_cases.place(case))
+    value_heads, slots = key_heads * group, case.num_slots + 1
+
+    def arrays():
+        conv = random(1, layers, key_heads, case.channels, delta_api.TAPS, scale=0.5)
+        gates = jnp.zeros((layers, key_heads, group))
+        width = case.channels + group * value_width + 2 * group
+        return random(2, case.num_tokens, key_heads, width), conv, gates, jnp.ones((layers, value_width), DTYPE)
+
+    def pools():
+        state = jnp.zeros((layers, slots, key_heads, group, key_width, value_width))
+        return delta_api.DeltaPools(state, jnp.zeros((layers, slots, delta_api.TAPS, key_heads, case.channels)))
+
+    def call(route, layer, counters, arrays, target, pools):
+        del counters
+        x, conv, gates, norm = arrays
+        weights = delta_api.DeltaWeights(conv, gates, gates, norm)
+        how = {"eps": 1e-6, "max_query_len": case.max_query_len, "plan": {}, "target": target}
+        return route.run(x, weights, pools, layer, placed, **how)
+
+    moved = 2.0 * case.num_tokens * key_heads * (case.channels + 2 * group * value_width)
+    moved += 8.0 * len(rows) * value_heads * key_width * value_width
+    # Past one token a row, with a state a chunk: what a token adds, and reads, and half of the triangle before it.
+    flops = 2.0 * case.num_tokens * value_heads * (3 * key_width * value_width + 64 * (key_width + value_width))
+    return Case(name, layers, delta_api.ROUTES[:-1], call, arrays, moved, 0 if case.decode else flops, pools)
+
+
 def cases() -> Iterator[Case]:
-    """The shapes of Qwen3-4B, by what a step does with them."""
+    """The shapes of Qwen3-4B, and of Qwen3-30B-A3B and Qwen3.5-4B where they have other layers."""
     q = QWEN3_4B
     heads = {key: q[key] for key in "HKE"}
     yield attention_case("decode attention, 1 x 131,072", [(1, 131071)], 8, heads=heads)
@@ -222,31 +292,44 @@ def cases() -> Iterator[Case]:
         yield linear_case(f"down, {rows} rows", rows, q["F"], q["D"], layers, residual=True)
         yield linear_case(f"qkv, {rows} rows", rows, q["D"], 6144, layers, norm=True)
         yield linear_case(f"out, {rows} rows", rows, 4096, q["D"], layers, residual=True)
+    for tokens in (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 8192):
+        yield moe_case(f"experts of Qwen3-30B-A3B, {tokens} tokens", tokens, 24, QWEN3_30B_A3B)
     for tokens in (1, 256, 8192):
         yield kv_write_case(f"QK-norm, RoPE and KV write, {tokens} tokens", tokens, 16, heads)
     for rows in (1, 64, 256):
         for what, ask in ASKS.items():
             yield sample_case(f"sample by {what}, {rows} rows", rows, q["V"], ask, 8)
+    for rows in (1, 8, 64, 256):
+        yield delta_case(f"delta rule, {rows} rows", ((1, 100),) * rows, 24, delta_cases.QWEN35_4B)
+    for tokens in (512, 2048, 8192):
+        yield delta_case(f"delta rule, {tokens} tokens", ((tokens, 0),), 8, delta_cases.QWEN35_4B)
+    mixed = ((1, 100),) * 32 + ((2048, 2048),)
+    yield delta_case("delta rule, 32 rows and 2,048 tokens", mixed, 8, delta_cases.QWEN35_4B)
 
 
-def loop(case: Case, route: Route, target: Target, arrays: Any) -> Any:
-    """One run: every layer once. Hands its arrays back, so that they stay where they are."""
+def loop(case: Case, route: Route, target: Target, arrays: Any, pools: Any) -> Any:
+    """One run: every layer once. Hands its pools back, so that they stay where they are."""
     counters = jax.new_ref(jnp.zeros(NUM_COUNTERS, jnp.int32))
+    refs = jax.tree.map(jax.new_ref, pools)
+    more = {"pools": refs} if pools else {}
 
     def body(state):
         layer, kept = state
-        out = case.call(route, layer, counters, arrays, target)
+        out = case.call(route, layer, counters, arrays, target, **more)
         # Something of every result must be wanted, or XLA drops what has no other effect.
         return layer + 1, kept + out.reshape(-1)[0].astype(jnp.float32)
 
     start = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.float32)
-    return jax.lax.while_loop(lambda state: state[0] < case.layers, body, start)[1]
+    total = jax.lax.while_loop(lambda state: state[0] < case.layers, body, start)[1]
+    return total, jax.tree.map(jax.freeze, refs)
 
 
 def measure(case: Case, route: Route, target: Target, arrays: Any, rates: Rates) -> dict[str, float]:
     """Time per layer, and its share of the nearer limit."""
-    run = jax.jit(functools.partial(loop, case, route, target)).lower(arrays).compile(compiler_options=GPU_OPTIONS)
-    layer_s = seconds(lambda _: run(arrays), None) / case.layers
+    pools = jax.block_until_ready(case.pools())
+    stepped = jax.jit(functools.partial(loop, case, route, target), donate_argnums=1)
+    run = stepped.lower(arrays, pools).compile(compiler_options=GPU_OPTIONS)
+    layer_s = seconds(lambda state: run(arrays, state[1]), (None, pools)) / case.layers
     floor_s = max(case.layer_bytes / rates.copy_bytes_per_s, case.layer_flops / rates.matrix_flops)
     result = {"us": layer_s * 1e6, "share_of_limit": floor_s / layer_s}
     if case.layer_bytes:

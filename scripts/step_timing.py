@@ -96,7 +96,8 @@ class Plans:
         if needs > shape.num_pages:
             raise ValueError(f"step {spec} needs {needs} pages; there are {shape.num_pages}")
         rng = np.random.default_rng(0)
-        self._tokens = rng.integers(0, built.builder.vocab_size, max(self._lengths)).tolist()
+        # Of each slot its own: of one text, all rows would go to the same experts.
+        self._tokens = rng.integers(0, built.builder.vocab_size, max(self._lengths) + len(self._lengths)).tolist()
         chunks = [self._chunk(spec.rows, 0, spec.chunk)] if spec.chunk else []
         decodes = [DecodeRow(slot, spec.context, self._page(slot, spec.context)) for slot in range(spec.rows)]
         self.plan = StepPlan(1, decodes, chunks)
@@ -132,16 +133,16 @@ class Plans:
         return 1 + sum(self._num_pages(length) for length in self._lengths[:slot]) + position // self._page_size
 
     def _chunk(self, slot: int, start: int, count: int) -> PrefillChunk:
-        first = self._num_pages(start)
+        first, tokens = self._num_pages(start), self._tokens[slot:]
         pages = range(first, self._num_pages(start + count))
         return PrefillChunk(
             slot=slot,
             start=start,
-            token_ids=self._tokens[start : start + count],
+            token_ids=tokens[start : start + count],
             new_pages=[self._page(slot, index * self._page_size) for index in pages],
             first_new_page=first,
             samples=True,
-            request=Request(request_id=f"slot {slot}", prompt_ids=self._tokens, max_tokens=1, temperature=0.0),
+            request=Request(request_id=f"slot {slot}", prompt_ids=tokens, max_tokens=1, temperature=0.0),
             prompt_len=start + count,
             history=None,
         )

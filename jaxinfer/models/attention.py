@@ -23,14 +23,15 @@ NO_WINDOW = 2**30
 def specs(c: DecoderConfig) -> Specs:
     """Weights are (out, in) as published: kernels read the row of an output in one run.
 
-    Query, key and value rows lie together per KV head, [K, G + 2, E], so that a shard of K is a whole attention.
+    Query, key and value rows lie together per KV head, [K, G + 2, E], so that a shard of K is a whole attention; with
+    an output gate that of each query follows, [K, G + 2 + G, E].
     """
     group, width, kv_heads, copies = c.group, c.head_width, c.pool_heads, c.kv_copies
     numbers = c.layers_with(ATTENTION)
     stacked = functools.partial(ParamSpec, layers=numbers)
     part = c.prefix + "layers.{layer}.self_attn."
     q_rows, kv_rows = c.num_heads * width * (2 if c.output_gate else 1), c.num_kv_heads * width
-    order = channel_order(c)
+    rows, order = group + 2 + (group if c.output_gate else 0), channel_order(c)
 
     def qkv(suffix: str, rest: tuple[int, ...]) -> tuple[Source, ...]:
         rows = (("q", q_rows), ("k", kv_rows), ("v", kv_rows))
@@ -39,10 +40,10 @@ def specs(c: DecoderConfig) -> Specs:
     def by_kv_head(tensors: Sequence[np.ndarray]) -> np.ndarray:
         """[K, G + 2, E, ...] of published q, k and v."""
         rest = tensors[0].shape[1:]
-        q, k, v = tensors
-        q = _queries_and_gates(c, q)[:, :, 0]
-        k, v = (t.reshape(c.num_kv_heads, 1, width, *rest).repeat(copies, axis=0) for t in (k, v))
-        return np.concatenate([q[:, :, order], k[:, :, order], v], axis=1)
+        # A head's gate follows its query.
+        q, *gate = np.moveaxis(tensors[0].reshape(kv_heads, group, -1, width, *rest), 2, 0)
+        k, v = (t.reshape(c.num_kv_heads, 1, width, *rest).repeat(copies, axis=0) for t in tensors[1:])
+        return np.concatenate([q[:, :, order], k[:, :, order], v, *gate], axis=1)
 
     out_weight = Source(part + "o_proj.weight", (c.hidden, c.num_heads * width))
     found: dict[str, ParamSpec] = {
@@ -50,35 +51,27 @@ def specs(c: DecoderConfig) -> Specs:
             c.prefix + "layers.{layer}.input_layernorm.weight", c.hidden, numbers, offset=c.norm_offset
         ),
         "qkv": stacked(
-            shape=(kv_heads, group + 2, width, c.hidden),
+            shape=(kv_heads, rows, width, c.hidden),
             axes=("kv_heads", None, None, None),
             sources=qkv("weight", (c.hidden,)),
             pack=by_kv_head,
-            whole=_whole(c, 0, 2, width, c.hidden),
+            whole=_whole(c, 0, width, c.hidden, shared=2, gates=c.output_gate),
         ),
         "out": stacked(
             shape=(c.hidden, kv_heads, group, width),
             axes=(None, "kv_heads", None, None),
             sources=(out_weight,),
             pack=lambda tensors: tensors[0].reshape(c.hidden, kv_heads, group, width),
-            whole=_whole(c, 1, 0, width),
+            whole=_whole(c, 1, width),
         ),
     }
-    if c.output_gate:
-        found["out_gate"] = stacked(
-            shape=(kv_heads, group, width, c.hidden),
-            axes=("kv_heads", None, None, None),
-            sources=qkv("weight", (c.hidden,))[:1],
-            pack=lambda tensors: _queries_and_gates(c, tensors[0])[:, :, 1],
-            whole=_whole(c, 0, 0, width, c.hidden),
-        )
     if c.qkv_bias:
         found["qkv_bias"] = stacked(
-            shape=(kv_heads, group + 2, width),
+            shape=(kv_heads, rows, width),
             axes=("kv_heads", None, None),
             sources=qkv("bias", ()),
             pack=by_kv_head,
-            whole=_whole(c, 0, 2, width),
+            whole=_whole(c, 0, width, shared=2, gates=c.output_gate),
             init="zeros",
         )
     if c.out_bias:
@@ -93,28 +86,26 @@ def specs(c: DecoderConfig) -> Specs:
     return found
 
 
-def _whole(c: DecoderConfig, axis: int, num_shared: int, *rest: int) -> Whole | None:
-    """Of a parameter of one layer in which K is dimension `axis`, before [G + num_shared, *rest], where devices share
-    KV heads: the last `num_shared` rows of a head are copied, its queries shared out."""
+def _whole(c: DecoderConfig, axis: int, *rest: int, gates: bool = False, shared: int = 0) -> Whole | None:
+    """Of a parameter of one layer in which K is dimension `axis`, before [G + shared, *rest], or with
+    gates [G + shared + G, *rest], where devices share KV heads: a head's queries and gates are shared out, the rows between copied."""
     if c.kv_copies == 1:
         return None
     group = c.num_heads // c.num_kv_heads
-    shape = (c.hidden,) * axis + (c.num_kv_heads, group + num_shared, *rest)
+    ends = (group, group + shared)
+    shape = (c.hidden,) * axis + (c.num_kv_heads, ends[1] + (group if gates else 0), *rest)
 
     def spread(array: jax.Array) -> jax.Array:
         """[L, *shape] with K times the copies."""
         at = 1 + axis
         before, after = array.shape[:at], array.shape[at + 2 :]
-        queries, shared = jnp.split(array, [group], axis=at + 1)
-        queries = queries.reshape(*before, c.pool_heads, c.group, *after)
-        return jnp.concatenate([queries, jnp.repeat(shared, c.kv_copies, axis=at)], axis=at + 1)
+        queries, between, gates = jnp.split(array, ends, axis=at + 1)
+        queries, gates = (
+            t.reshape(*before, c.pool_heads, t.shape[at + 1] // c.kv_copies, *after) for t in (queries, gates)
+        )
+        return jnp.concatenate([queries, jnp.repeat(between, c.kv_copies, axis=at), gates], axis=at + 1)
 
     return Whole(shape, spread)
-
-
-def _queries_and_gates(c: DecoderConfig, q: np.ndarray) -> np.ndarray:
-    """[K, G, 1 or 2, E, ...] of the published query projection, in which a head's gate follows its query."""
-    return q.reshape(c.pool_heads, c.group, 2 if c.output_gate else 1, c.head_width, *q.shape[1:])
 
 
 def channel_order(c: DecoderConfig) -> np.ndarray:
@@ -136,7 +127,6 @@ def block(
     num_layers, num_kv_heads = params["qkv"].shape[:2]
     qkv_weight = params["qkv"].reshape(num_layers, -1, c.hidden)
     out_weight = params["out"].reshape(num_layers, c.hidden, -1)
-    gate_weight = params["out_gate"].reshape(num_layers, -1, c.hidden) if c.output_gate else None
     qkv_bias = params["qkv_bias"].reshape(num_layers, -1) if c.qkv_bias else None
     heads = HeadNorms(params["q_norm"], params["k_norm"], c.norm_eps, c.norm_offset) if c.qk_norm else None
     windows = None if c.windows is None else jnp.asarray([w or NO_WINDOW for w in c.windows], jnp.int32)
@@ -147,13 +137,13 @@ def block(
 
     def run(x: jax.Array, layer: jax.Array) -> jax.Array:
         qkv = linear(x, qkv_weight, layer, norm=norm, bias=qkv_bias, **how)
-        qkv = qkv.reshape(-1, num_kv_heads, c.group + 2, c.head_width)
+        qkv = qkv.reshape(x.shape[0], num_kv_heads, -1, c.head_width)
+        qkv, gate = qkv[:, :, : c.group + 2], qkv[:, :, c.group + 2 :]
         window = None if windows is None else windows[layer]
         a = attend(qkv, rotary, layer, norms=heads, scale=c.head_width**-0.5, window=window)
-        a = a.reshape(a.shape[0], -1)
-        if gate_weight is not None:
-            gate = linear(x, gate_weight, layer, norm=norm, **how)
-            a = (a * jax.nn.sigmoid(gate.astype(jnp.float32))).astype(a.dtype)
+        a = a.reshape(x.shape[0], -1)
+        if c.output_gate:
+            a = (a * jax.nn.sigmoid(gate.reshape(a.shape).astype(jnp.float32))).astype(a.dtype)
         return layers.add_product(x, a, out_weight, params.get("out_bias"), layer, place, "kv_heads")
 
     return run

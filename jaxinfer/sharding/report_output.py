@@ -62,7 +62,8 @@ def _step_lines(step: StepReport) -> list[str]:
     )
     lines = [
         f"{step.name}{after}: at least {step.total_s * 1e3:.3f} ms{rate}",
-        f"  reading {step.memory_s * 1e3:.3f} ms, products {step.matrix_s * 1e3:.3f} ms, links {step.link_s * 1e3:.3f} ms",
+        f"  reading {step.memory_s * 1e3:.3f} ms, products {step.matrix_s * 1e3:.3f} ms, "
+        f"links {step.link_s * 1e3:.3f} ms",
     ]
     for c in step.collectives:
         lines.append(f"  {c.count:>5} x {c.kind:20} over {'+'.join(c.axes):20}{c.num_bytes:>15,} bytes each")

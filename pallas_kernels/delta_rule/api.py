@@ -71,11 +71,11 @@ def delta_rule(
 ) -> jax.Array:
     """Takes each row's state in layer `layer` of the pools, in place, past the row's tokens, and reads it at each.
 
-    x [T, Hk, 2 * dk + 2 * r * dv + 2 * r]: of each key head query [dk], key [dk], values [r * dv], gates z [r * dv], b [r]
-    and a [r]. Query, key and values are convolved with those of the three tokens before, 0 before a sequence, and go
-    through SiLU; query and key are divided by sqrt(sum of squares + 1e-6), the query by sqrt(dk) too. Of value head
-    [j, h], with q and k of key head j, S [dk, dv] the state, w its weights: S *= exp(-exp(w.a_log) *
-    softplus(a + w.dt_bias)); S += k (sigmoid(b) * (v - S^T k))^T; o = S^T q; the result is
+    x [T, Hk, 2 * dk + 2 * r * dv + 2 * r]: of each key head query [dk], key [dk], values [r * dv], gates z [r * dv],
+    b [r] and a [r]. Query, key and values are convolved with those of the three tokens before, 0 before a sequence, and
+    go through SiLU; query and key are divided by sqrt(sum of squares + 1e-6), the query by sqrt(dk) too. With q and k
+    of key head j, S [dk, dv] the state of its value head h, w its weights: S *= exp(-exp(w.a_log) * softplus(a +
+    w.dt_bias)); S += k (sigmoid(b) * (v - S^T k))^T; o = S^T q; the result is
     w.norm * o / sqrt(mean(o ** 2) + eps) * silu(z). All in float32.
     layer: int32 scalar array, of weights and pools alike. max_query_len: no row has more tokens than this in the step;
     1 means that token t is row t. plan: of these rows, by `plan`; without it every call makes its own.

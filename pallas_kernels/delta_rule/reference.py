@@ -102,7 +102,7 @@ def _advance(state: jax.Array, token: Tokens) -> tuple[jax.Array, jax.Array]:
 
 
 def _in_order(states: jax.Array, tokens: Tokens, row: jax.Array, real: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """States [R, Hk, r, dk, dv] of the rows after all tokens, one after the other, and what each reads [T, Hk, r, dv]."""
+    """States [R, Hk, r, dk, dv] of the rows after all tokens in turn, and what each token reads [T, Hk, r, dv]."""
 
     def body(states, at):
         token, row, real = at

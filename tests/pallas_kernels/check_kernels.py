@@ -20,11 +20,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import triton_call
+from pallas_kernels.delta_rule import api as delta_api
+from pallas_kernels.delta_rule import cases as delta_cases
 from pallas_kernels.dispatch import CPU, Route, Target
 from pallas_kernels.kv_write import api as kv_write_api
 from pallas_kernels.kv_write import cases as kv_write_cases
 from pallas_kernels.linear import api as linear_api
 from pallas_kernels.linear import cases as linear_cases
+from pallas_kernels.moe import api as moe_api
+from pallas_kernels.moe import cases as moe_cases
+from pallas_kernels.moe import routing as routing_api
 from pallas_kernels.paged_attention import api as attention_api
 from pallas_kernels.paged_attention import cases as attention_cases
 from pallas_kernels.paged_attention import decode as decode_api
@@ -177,12 +182,86 @@ def decode_attention(case: attention_cases.Case) -> Call:
     return Call(function, (a.qkv, a.k_pool, a.v_pool, a.q_norm, a.k_norm))
 
 
+def moe(case: moe_cases.Case) -> Call:
+    *arrays, valid = moe_cases.make(case)
+
+    def function(target, counters, x, router, gate_up, down, norm, residual):
+        out = moe_api.moe(
+            x,
+            moe_api.Experts(router, gate_up, down),
+            jnp.asarray(LAYER, jnp.int32),
+            norm=linear_api.Norm(norm, EPS, case.offset),
+            top_k=case.top_k,
+            renormalise=case.renormalise,
+            residual=residual,
+            first_expert=case.first_expert,
+            valid=None if valid is None else jnp.asarray(valid),
+            counters=counters,
+            target=target,
+        )
+        return Found([out], {})
+
+    return Call(function, tuple(arrays))
+
+
+def route(case: moe_cases.Case) -> Call:
+    made = moe_cases.make(case)
+
+    def function(target, counters, x, router, norm):
+        found = routing_api.route(
+            x,
+            router,
+            jnp.asarray(LAYER, jnp.int32),
+            norm=linear_api.Norm(norm, EPS, case.offset),
+            top_k=case.top_k,
+            renormalise=case.renormalise,
+            valid=None if made.valid is None else jnp.asarray(made.valid),
+            counters=counters,
+            target=target,
+        )
+        nowhere = case.padding == case.tokens  # then all are 0: a norm
+        return Found([found.weight + 1 if nowhere else found.weight], {}, (found.expert,))
+
+    return Call(function, (made.x, made.router, made.norm))
+
+
+def delta_rule(case: delta_cases.Case) -> Call:
+    """The weights of the gates and the pools are float32, as in a model."""
+    a = delta_cases.make(case)
+    real, mine = case.num_tokens - case.pad_tokens, a.rows.slot[: len(case.rows)]
+    others = np.ones(a.state_pool.shape[:2], bool)
+    others[LAYER, [*mine, case.num_slots]] = False
+    kept_inputs = np.zeros(a.conv_pool.shape[:3], bool)
+    for row, (new, old) in enumerate(case.rows):
+        kept_inputs[LAYER, mine[row], [p % 4 for p in range(max(0, old + new - 4), old + new)]] = True
+    rows = jax.tree.map(jnp.asarray, a.rows)
+
+    def function(target, counters, x, conv, norm):
+        del counters
+        before = jnp.asarray(a.state_pool), jnp.asarray(a.conv_pool)
+        pools = delta_api.DeltaPools(*map(jax.new_ref, before))
+        weights = delta_api.DeltaWeights(conv, jnp.asarray(a.a_log), jnp.asarray(a.dt_bias), norm)
+        how = {"max_query_len": case.max_query_len, "target": target}
+        # As a step does it; a single row does without.
+        plan = delta_api.plan(rows, **how) if len(case.rows) > 1 else None
+        out = delta_api.delta_rule(x, weights, pools, jnp.asarray(LAYER, jnp.int32), rows, eps=EPS, plan=plan, **how)
+        after = tuple(map(jax.freeze, pools))
+        kept = [jnp.array_equal(x[others], y[others], equal_nan=True) for x, y in zip(after, before, strict=True)]
+        holds = {"other slots changed": kept[0] & kept[1], "padding is not finite": jnp.isfinite(out).all()}
+        return Found([out[:real], after[0][LAYER, mine]], holds, (after[1][kept_inputs],))
+
+    return Call(function, (a.x, a.conv, a.norm))
+
+
 OPS = {
     "linear": (linear, linear_api),
     "kv_write": (kv_write, kv_write_api),
     "paged_attention": (paged_attention, attention_api),
     "decode_attention": (decode_attention, decode_api),
     "sample": (sample, sample_api),
+    "route": (route, routing_api),
+    "moe": (moe, moe_api),
+    "delta_rule": (delta_rule, delta_api),
 }
 
 

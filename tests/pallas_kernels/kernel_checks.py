@@ -7,8 +7,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from pallas_kernels.delta_rule.cases import CASES as DELTA_RULE
 from pallas_kernels.kv_write.cases import CASES as KV_WRITE
 from pallas_kernels.linear.cases import CASES as LINEAR
+from pallas_kernels.moe.cases import CASES as MOE
 from pallas_kernels.paged_attention.cases import CASES as PAGED_ATTENTION
 from pallas_kernels.paged_attention.cases import Case as AttentionCase
 from pallas_kernels.sample.cases import CASES as SAMPLE
@@ -51,6 +53,9 @@ CHECKS: Mapping[str, Sequence[Check]] = {
         *without_counters(IN_ONE, "decode, long contexts of several lengths"),
     ],
     "sample": [*map(Check, SAMPLE), *without_counters(SAMPLE, "every feature, ties")],
+    "route": [*map(Check, MOE), *without_counters(MOE, "128 experts, 9 tokens")],
+    "moe": [*map(Check, MOE), *without_counters(MOE, "128 experts, 9 tokens")],
+    "delta_rule": [*map(Check, DELTA_RULE)],
 }
 
 

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from pallas_kernels.dispatch import CPU, Target
 from pallas_kernels.kv_write import api as kv_write_api
 from pallas_kernels.linear import api as linear_api
+from pallas_kernels.moe import api as moe_api
 from pallas_kernels.paged_attention import api as attention_api
 from pallas_kernels.paged_attention import decode as decode_api
 from pallas_kernels.paged_attention.api import PagedRows
@@ -75,6 +76,15 @@ REFUSED = (
         ({"target": CPU}, "the target is a cpu"),
     ),
     *refused(
+        "moe",
+        "triton",
+        ({"dtype": FULL}, NARROW_ONLY),
+        ({"weight_dtype": jnp.float16}, r"dtypes \['bfloat16', 'float16'\]"),
+        ({"norm_dtype": FULL}, r"dtypes \['bfloat16', 'float32'\]"),
+        ({"experts": 1025}, "1025 experts; it takes 1024 at most"),
+        ({"target": CPU}, "the target is a cpu"),
+    ),
+    *refused(
         "kv_write",
         "triton",
         ({"dtype": FULL}, NARROW_ONLY),
@@ -127,6 +137,7 @@ EVERY_GPU = (
     Call("linear", "triton", {"rows": 1}),
     Call("linear", "triton", {"rows": 8}),
     Call("linear", "cublas", {"rows": 64}),
+    *(Call("moe", "triton", {"tokens": tokens}) for tokens in (1, 8, 64, 200, 4000)),
     Call("kv_write", "triton", {}),
     Call("paged_attention", "triton", {"width": 64}),
     Call("paged_attention", "triton", {"width": 128}),
@@ -162,6 +173,25 @@ def trace_linear(*, rows=1, depth=256, out=384, dtype=HALF, weight_dtype=None, n
 
     x, weight = array(rows, depth, dtype=dtype), array(NUM_LAYERS, out, depth, dtype=weight_dtype or dtype)
     jax.eval_shape(call, x, weight, array(NUM_LAYERS, depth, dtype=norm_dtype or dtype), array())
+
+
+def trace_moe(
+    *, tokens=8, experts=16, dtype=HALF, weight_dtype=None, norm_dtype=None, target=HOPPER, depth=256, width=192
+) -> None:
+    def call(x, router, gate_up, down, norm, layer):
+        how = {"norm": linear_api.Norm(norm, 1e-6), "top_k": 2, "renormalise": True, "target": target}
+        return moe_api.moe(x, moe_api.Experts(router, gate_up, down), layer, **how)
+
+    weight_dtype = weight_dtype or dtype
+    jax.eval_shape(
+        call,
+        array(tokens, depth, dtype=dtype),
+        array(NUM_LAYERS, experts, depth, dtype=dtype),
+        array(NUM_LAYERS, experts, 2, width, depth, dtype=weight_dtype),
+        array(NUM_LAYERS, experts, depth, width, dtype=weight_dtype),
+        array(NUM_LAYERS, depth, dtype=norm_dtype or dtype),
+        array(),
+    )
 
 
 def trace_kv_write(*, tokens=3, width=64, dtype=HALF, pool_dtype=None, norm_dtype=None, target=HOPPER) -> None:
@@ -225,6 +255,7 @@ def trace_decode_attention(
 
 OPS: dict[str, tuple[Callable[..., None], Any]] = {
     "linear": (trace_linear, linear_api),
+    "moe": (trace_moe, moe_api),
     "kv_write": (trace_kv_write, kv_write_api),
     "paged_attention": (trace_paged_attention, attention_api),
     "decode_attention": (trace_decode_attention, decode_api),
