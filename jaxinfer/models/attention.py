@@ -87,8 +87,9 @@ def specs(c: DecoderConfig) -> Specs:
 
 
 def _whole(c: DecoderConfig, axis: int, *rest: int, gates: bool = False, shared: int = 0) -> Whole | None:
-    """Of a parameter of one layer in which K is dimension `axis`, before [G + shared, *rest], or with
-    gates [G + shared + G, *rest], where devices share KV heads: a head's queries and gates are shared out, the rows between copied."""
+    """Of a parameter of one layer in which K is dimension `axis`, before [G + shared, *rest], or
+    [G + shared + G, *rest] with gates, where devices share KV heads: a head's queries and gates are shared out, the
+    rows between copied."""
     if c.kv_copies == 1:
         return None
     group = c.num_heads // c.num_kv_heads

@@ -134,6 +134,7 @@ _COLLECTIVE = re.compile(r" = (.*?) (all-reduce|all-gather|reduce-scatter|all-to
 _SHAPE = re.compile(r"([a-z]+\d*\w*)\[([\d,]*)\]")
 _CALLED = re.compile(r"(?:calls|to_apply|body|true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{(.*?)\}")
+_NAMED_GROUPS = re.compile(r"replica_groups=mesh\[(.*?)\] *\{(.*?)\}")
 _TURNS = re.compile(r'known_trip_count":\{"n":"(\d+)"')
 
 
@@ -151,20 +152,16 @@ def of_hlo(text: str) -> list[Collective]:
             lines[name] = []
         elif name:
             lines[name].append(line)
-    found: Counter[tuple[str, int, int]] = Counter()
+    found: Counter[tuple[str, tuple[str, ...], int, int]] = Counter()
     _walk_hlo(lines, entry, 1, found)
-    return [Collective(kind, (), devices, size, count) for (kind, devices, size), count in sorted(found.items())]
+    return [Collective(*which, count) for which, count in sorted(found.items())]
 
 
 def _walk_hlo(lines: Mapping[str, list[str]], name: str, times: int, found: Counter) -> None:
     for line in lines.get(name, ()):
         if made := _COLLECTIVE.search(line):
-            sizes = [
-                math.prod(map(int, filter(None, s[2].split(",")))) * _itemsize(s[1]) for s in _SHAPE.finditer(made[1])
-            ]
-            # What starts one names what goes in besides what comes out.
-            size = max(sizes) if made[3] and made[2] != "all-reduce" else sum(sizes)
-            found[made[2], _group_size(line), size] += times
+            size = _result_bytes(made[1], is_start=made[3] is not None)
+            found[made[2], *_group(line), size] += times
             continue
         called = _CALLED.findall(line) + [n.strip(" %") for b in _BRANCHES.findall(line) for n in b.split(",")]
         if not called:
@@ -183,14 +180,32 @@ def _walk_hlo(lines: Mapping[str, list[str]], name: str, times: int, found: Coun
         found.update({key: count * turns * times for key, count in inside.items()})
 
 
+def _result_bytes(shapes: str, *, is_start: bool) -> int:
+    """The larger of what goes in and what comes out; what starts a collective names the former first, then the latter,
+    and may name scalars besides."""
+    sizes = [
+        (s[2], math.prod(map(int, filter(None, s[2].split(",")))) * _itemsize(s[1])) for s in _SHAPE.finditer(shapes)
+    ]
+    if not is_start:
+        return sum(size for _, size in sizes)
+    arrays = [size for shape, size in sizes if shape]
+    half = len(arrays) // 2
+    return max(sum(arrays[:half]), sum(arrays[half:]))
+
+
 def _itemsize(dtype: str) -> int:
     bits = re.search(r"\d+", dtype)
     return max(1, int(bits[0]) // 8) if bits else 1
 
 
-def _group_size(line: str) -> int:
+def _group(line: str) -> tuple[tuple[str, ...], int]:
+    """Mesh axes, if they are said, and number of the devices that take part."""
+    if named := _NAMED_GROUPS.search(line):
+        sizes = dict(re.findall(r"'(\w+)'=(\d+)", named[1]))
+        axes = tuple(re.findall(r"'(\w+)'", named[2]))
+        return axes, math.prod(int(sizes[axis]) for axis in axes)
     if listed := re.search(r"replica_groups=\{\{([\d,]+)\}", line):
-        return len(listed[1].split(","))
+        return (), len(listed[1].split(","))
     if by_shape := re.search(r"replica_groups=\[\d+,(\d+)\]", line):
-        return int(by_shape[1])
-    return 2  # a permutation's, of which each is between two
+        return (), int(by_shape[1])
+    return (), 2  # a permutation's, of which each is between two
