@@ -16,12 +16,12 @@ AXES: Mapping[str, str] = {
     PIPELINE: "stages of layers",
 }
 """Axes that the presets know, and what they split."""
-REFUSED: Mapping[str, str] = {
+NOT_IMPLEMENTED: Mapping[str, str] = {
     "data": "attention on different sequences needs a page pool for each group of devices, and the scheduler has one; "
     "an engine for each group would work, or tensor",
     "sequence": "a prompt's tokens are not split over devices; tensor would work, which splits their heads",
 }
-"""Axes that are not implemented: why, and what is."""
+"""Axes that no preset splits anything over: why, and what would work."""
 
 
 class ShardingError(ValueError):
@@ -43,14 +43,10 @@ def parse(text: str) -> dict[str, int]:
 
 
 def check_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
-    """The same sizes. ShardingError for axes that are not known or not implemented, and for sizes below 1."""
+    """The same sizes. ShardingError for those that are no number from 1 on."""
     for name, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ShardingError(f"mesh axis {name} is {size!r}; a number of devices from 1 on is needed")
-        if name in REFUSED and size > 1:
-            raise ShardingError(f"mesh axis {name} is not implemented: {REFUSED[name]}")
-        if name not in AXES and name not in REFUSED:
-            raise ShardingError(f"mesh axis {name} is not known; known: {', '.join(AXES)}")
     return dict(sizes)
 
 

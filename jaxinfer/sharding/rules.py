@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxinfer.params import Specs
 from jaxinfer.sharding import mesh as meshes
-from jaxinfer.sharding.mesh import EXPERT, PIPELINE, TENSOR, ShardingError
+from jaxinfer.sharding.mesh import EXPERT, NOT_IMPLEMENTED, PIPELINE, TENSOR, ShardingError
 
 Rules = Mapping[str, str | tuple[str, ...]]
 """The mesh axis, or axes, that each logical axis is split over. Those that a mesh has not split nothing."""
@@ -142,7 +142,12 @@ def check_used(specs: Specs, mesh: AnyMesh, rules: Rules, architecture: str) -> 
         if size > 1 and mesh_axis not in used:
             logical = {axis for spec in specs.values() for axis in spec.array_axes if axis}
             would = sorted({name for axis in logical for name in _names(rules.get(axis, ()))})
+            why = (
+                f"; {mesh_axis} is not implemented: {NOT_IMPLEMENTED[mesh_axis]}"
+                if mesh_axis in NOT_IMPLEMENTED
+                else ""
+            )
             raise ShardingError(
                 f"mesh axis {mesh_axis} of {size} devices splits nothing of {architecture}: they would all do the same "
-                f"work; axes that split it under these rules: {', '.join(would) or 'none'}"
+                f"work; axes that split it under these rules: {', '.join(would) or 'none'}{why}"
             )
