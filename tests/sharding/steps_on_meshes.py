@@ -2,8 +2,9 @@
 
     JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES=8 python steps_on_meshes.py CASES
 
-CASES is JSON, a list of {"model": name of `configs.CONFIGS`, "mesh": sizes, "rules": name or mapping}. Prints a list of
-the largest differences of logits from those on one device, of a prompt's step and of the step after it.
+CASES is JSON, a list of {"model": name of `configs.CONFIGS`, "mesh": sizes, "rules": name or mapping}. Prints
+for each the largest difference of logits from those on one device, in the steps of two prompts and the step after
+them, and the standard deviation of those on one device.
 """
 
 import functools
@@ -91,11 +92,11 @@ def expected(name: str) -> list[np.ndarray]:
     return logits(make_builder(CONFIGS[name], make_mesh({"tensor": 1}), rules.TENSOR_PARALLEL))
 
 
-def difference(case: Mapping[str, Any]) -> float:
+def compare(case: Mapping[str, Any]) -> dict[str, float]:
     builder = make_builder(CONFIGS[case["model"]], make_mesh(case["mesh"]), rules.find(case["rules"]))
-    pairs = zip(logits(builder), expected(case["model"]), strict=True)
-    return max(float(np.abs(ours - theirs).max()) for ours, theirs in pairs)
+    ours, theirs = (np.stack(found) for found in (logits(builder), expected(case["model"])))
+    return {"difference": float(np.abs(ours - theirs).max()), "spread": float(theirs.std())}
 
 
 if __name__ == "__main__":
-    print(json.dumps([difference(case) for case in json.loads(sys.argv[1])]))
+    print(json.dumps([compare(case) for case in json.loads(sys.argv[1])]))
