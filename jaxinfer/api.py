@@ -25,6 +25,7 @@ from jaxinfer.found import find_model
 from jaxinfer.models import registry
 from jaxinfer.sharding import rules
 from jaxinfer.text.chat_template import ChatTemplate
+from jaxinfer.text.control_tokens import ControlTokens
 from jaxinfer.text.output import OutputDelta, OutputLogprob, OutputStream
 from jaxinfer.text.requests import lower
 from jaxinfer.types import (
@@ -85,6 +86,9 @@ class LLM:
         found = find_model(config)
         self.tokenizer = found.tokenizer
         self._template = ChatTemplate.from_config(found.checkpoint.tokenizer_config)
+        self._control_tokens = None
+        if self.tokenizer is not None and self._template is not None:
+            self._control_tokens = ControlTokens(self.tokenizer, self._template.source)
         self._engine = LocalEngine(build_engine(config, found, show_progress=show_progress))
         # Also when it is never closed: see LocalEngine.close. Registered after JAX's own, it runs before.
         atexit.register(weakref.finalize(self, self._engine.close))
@@ -129,15 +133,20 @@ class LLM:
         return self.generate(prompts, sampling_params)
 
     def chat_prompt(self, messages: Sequence[Message], **template_options: Any) -> list[int]:
-        """Token ids of a conversation, ready for the model's turn."""
+        """Token ids of a conversation, ready for the model's turn.
+
+        Control tokens are those of the template; the same strings inside a message are plain text.
+        """
         if self._template is None:
             raise InvalidRequest(f"{self.info.model} has no chat template; use generate", param="messages")
         if isinstance(messages, str) or not all(isinstance(message, Mapping) for message in messages):
             raise InvalidRequest(
                 f"messages is {_shown(messages)}; a list of messages with role and content is needed", param="messages"
             )
-        text = self._template.render([dict(message) for message in messages], **template_options)
-        return self._tokenizer().encode(text, add_special_tokens=False)
+        if self._control_tokens is None:
+            raise InvalidRequest(f"{self.info.model} has no tokenizer; use generate", param="messages")
+        guarded, mark = self._control_tokens.guard(messages)
+        return self._control_tokens.encode(self._template.render(guarded, **template_options), mark)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[OutputDelta]:
         """Completes one prompt and yields what is new as it comes. Closing the iterator early cancels the request."""
@@ -283,7 +292,9 @@ def convert(model: str, out: str, *, revision: str | None = None, dtype: str = "
     checkpoint = resolve(config.model, revision=config.revision)
     described = registry.from_config(checkpoint.config, tensor_names(checkpoint))
     if dtype == "auto":
-        dtype = str(checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype") or "float32")
+        text = checkpoint.config.get("text_config") or {}
+        named = (source.get(key) for source in (text, checkpoint.config) for key in ("dtype", "torch_dtype"))
+        dtype = str(next(filter(None, named), "float32"))
     shardings = rules.shardings(described.specs, rules.make_mesh(1))
     with contextlib.closing(Progress()) as progress:
         params = load_params(checkpoint, described, jnp.dtype(dtype), shardings, seed=config.seed, progress=progress)

@@ -4,18 +4,36 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import sys
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from jaxinfer.config import DEFAULT_MODEL, DTYPES, LOAD_FORMATS, ConfigError, EngineConfig, ServerConfig
+from jaxinfer.config import (
+    ACCESS_LOGS,
+    DEFAULT_MODEL,
+    DTYPES,
+    LOAD_FORMATS,
+    REASONING_PARSERS,
+    TOOL_CALL_PARSERS,
+    ConfigError,
+    EngineConfig,
+    ServerConfig,
+)
 from jaxinfer.types import EngineDead, InvalidRequest, SamplingParams
 
 if TYPE_CHECKING:  # what loads JAX is imported where a command needs it: it takes 1.5 s
     from jaxinfer.api import LLM
 
 EXIT_FAILED = 1
+API_KEY_VARIABLE = "JAXINFER_API_KEY"
+"""Of the environment: a key that does not show in the list of processes."""
+ACCESS_FIELDS = (
+    *("allowed_origins", "allowed_methods", "allowed_headers", "ssl_certfile", "ssl_keyfile"),
+    *("request_timeout_s", "drain_timeout_s", "access_log"),
+)
+"""Fields of ServerConfig that keep their defaults where the command line says nothing."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -147,6 +165,52 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--served-model-name", nargs="+", default=(), help="names that clients may use")
     group.add_argument("--api-server-count", type=int, help="front-end processes (default: by the number of cores)")
     group.add_argument("--chat-template", help="file with a Jinja template, in place of the model's own")
+    group.add_argument(
+        "--tool-call-parser",
+        choices=TOOL_CALL_PARSERS,
+        default=ServerConfig.tool_call_parser,
+        help="how the model writes tool calls (auto: as its chat template shows; none: tools are refused)",
+    )
+    group.add_argument(
+        "--reasoning-parser",
+        choices=REASONING_PARSERS,
+        default=ServerConfig.reasoning_parser,
+        help="how the model marks its thought (auto: by tags in its chat template; none: it is part of the answer)",
+    )
+    _add_access(parser)
+
+
+def _add_access(parser: argparse.ArgumentParser) -> None:
+    """Flags of ServerConfig that say who may ask, how, and for how long."""
+    group = parser.add_argument_group("access")
+
+    def several(flag: str, metavar: str, text: str) -> None:
+        group.add_argument(flag, action="append", metavar=metavar, help=f"{text}; may be given several times")
+
+    several("--api-key", "KEY", f"key that clients must show (default: that of {API_KEY_VARIABLE}, or none)")
+    group.add_argument(
+        "--allow-public-without-key",
+        action="store_true",
+        help="serve an address that other machines reach without asking for a key",
+    )
+    several("--allowed-origins", "ORIGIN", "origin of web pages that may read replies, * for any (default: none)")
+    several("--allowed-methods", "METHOD", "method that these pages may use (default: any)")
+    several("--allowed-headers", "HEADER", "request header that these pages may send (default: any)")
+    group.add_argument("--allow-credentials", action="store_true", help="these pages' requests may carry cookies")
+    group.add_argument("--ssl-certfile", help="PEM file with the certificate, to serve HTTPS")
+    group.add_argument("--ssl-keyfile", help="PEM file with its key, where that is another file")
+    group.add_argument("--request-timeout-s", type=float, help="longest a request may take (default: any time)")
+    group.add_argument(
+        "--drain-timeout-s",
+        type=float,
+        help=f"what open requests get to finish when the server stops (default {ServerConfig.drain_timeout_s:g})",
+    )
+    group.add_argument(
+        "--access-log",
+        choices=ACCESS_LOGS,
+        default="requests",
+        help="prompts: log the beginning of each request's body, too (default: requests)",
+    )
 
 
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
@@ -183,7 +247,14 @@ def _serve(args: argparse.Namespace) -> None:
     server: dict[str, Any] = {
         "served_model_names": tuple(args.served_model_name),
         "api_server_count": args.api_server_count,
+        "allow_public_without_key": args.allow_public_without_key,
+        "allow_credentials": args.allow_credentials,
+        "api_keys": tuple(args.api_key or filter(None, [os.environ.get(API_KEY_VARIABLE)])),
+        "tool_call_parser": args.tool_call_parser,
+        "reasoning_parser": args.reasoning_parser,
     }
+    given = {name: getattr(args, name) for name in ACCESS_FIELDS}
+    server |= {name: value for name, value in given.items() if value is not None}
     if args.chat_template is not None:
         with open(args.chat_template, encoding="utf-8") as file:
             server["chat_template"] = file.read()

@@ -9,6 +9,8 @@ from typing import Any
 PAGE_SIZES = (8, 16, 32, 64, 128, 256)
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 LOAD_FORMATS = ("auto", "dummy")
+TOOL_CALL_PARSERS = ("auto", "none", "hermes", "qwen3_coder", "deepseek_v3", "mistral", "llama3_json")
+REASONING_PARSERS = ("auto", "none", "qwen3", "deepseek_r1")
 DEFAULT_MODEL = "smollm2-135m"
 MAX_COUNT = 2**30
 """Most of anything that is counted: devices count in 32 bits."""
@@ -18,6 +20,7 @@ MIN_TIMEOUT_S, MAX_TIMEOUT_S = 0.01, 86400.0
 """Shortest and longest time limit, in seconds: less than many a step takes, and a day."""
 MAX_FRONT_ENDS = 64
 """Most front-end processes of a server."""
+ACCESS_LOGS = ("off", "requests", "prompts")
 
 
 class ConfigError(ValueError):
@@ -190,11 +193,39 @@ class ServerConfig:
     """Jinja template in place of the model's own."""
     chat_template_kwargs: Mapping[str, object] = dataclasses.field(default_factory=dict)
     """Passed to every rendering; a request's own override them."""
+    tool_call_parser: str = "auto"
+    """How the model writes tool calls. auto: as its chat template shows them. none: requests with tools are refused."""
+    reasoning_parser: str = "auto"
+    """How the model marks its thought. auto: qwen3 if the chat template has <think> or </think>. none: not at all.
+
+    deepseek_r1 takes the output for a thought from its start on, though neither prompt nor model has opened one."""
     api_server_count: int | None = None
     """Front-end processes that read HTTP and write streams, behind one port. Each loads the tokenizer.
 
     None: 1 where the process may use fewer than 8 cores, 2 from 8 on, 4 from 16 on. With 1, HTTP is served in the
     process that was started."""
+    api_keys: Sequence[str] = dataclasses.field(default=(), repr=False)
+    """Keys of which a client must show one; /health, /ping, /ready and /metrics ask for none. Empty: all may ask."""
+    allow_public_without_key: bool = False
+    """Whether an address that other machines reach may be served without api_keys."""
+    allowed_origins: Sequence[str] = ()
+    """Origins of web pages that may read replies (CORS), such as https://chat.example; "*": of any. Empty: of none."""
+    allowed_methods: Sequence[str] = ("*",)
+    """Methods that these pages may use."""
+    allowed_headers: Sequence[str] = ("*",)
+    """Request headers that these pages may send."""
+    allow_credentials: bool = False
+    """Whether these pages' requests may carry cookies and the like."""
+    ssl_certfile: str | None = None
+    """PEM file with the certificate, and those that vouch for it, to serve HTTPS with. None: HTTP."""
+    ssl_keyfile: str | None = None
+    """PEM file with the certificate's private key, not encrypted. None: it is in ssl_certfile."""
+    request_timeout_s: float | None = None
+    """A request that takes longer, in seconds, ends with an error, streamed or not. None: it may take any time."""
+    drain_timeout_s: float = 5.0
+    """What requests in progress get to finish, in seconds, once the server is told to stop."""
+    access_log: str = "off"
+    """requests: a line for each request on standard error. prompts: with the beginning of its body, too."""
 
     def __post_init__(self) -> None:
         count = self.api_server_count
@@ -202,5 +233,36 @@ class ServerConfig:
             count is None or 1 <= count <= MAX_FRONT_ENDS,
             f"api_server_count is {count}; it must be from 1 to {MAX_FRONT_ENDS}",
         )
+        for name, known in (("tool_call_parser", TOOL_CALL_PARSERS), ("reasoning_parser", REASONING_PARSERS)):
+            value = getattr(self, name)
+            _check(value in known, f"{name} is {value!r}; known: {', '.join(known)}")
         _check(0 <= self.port < 65536, f"port is {self.port}; it must be from 0 to 65535")
         _check(bool(self.host), "host is empty; 127.0.0.1 serves this machine alone, 0.0.0.0 every interface")
+        self._check_access()
+        for name, least_s in (("request_timeout_s", MIN_TIMEOUT_S), ("drain_timeout_s", 0.0)):
+            value = getattr(self, name)
+            _check(
+                value is None or least_s <= value <= MAX_TIMEOUT_S,
+                f"{name} is {value}; it must be from {least_s:g} to {MAX_TIMEOUT_S:g} seconds",
+            )
+        _check(self.access_log in ACCESS_LOGS, f"access_log is {self.access_log!r}; known: {', '.join(ACCESS_LOGS)}")
+
+    def _check_access(self) -> None:
+        for name in ("api_keys", "allowed_origins", "allowed_methods", "allowed_headers"):
+            value = getattr(self, name)
+            _check(not isinstance(value, str), f"{name} is one string; give a list of them")
+        for number, key in enumerate(self.api_keys, 1):  # the key itself is shown to nobody
+            fits = bool(key) and key.isascii() and key.isprintable() and " " not in key
+            _check(fits, f"API key {number} is empty or has what no header carries; give printable ASCII, no spaces")
+        for origin in self.allowed_origins:
+            scheme, separator, host = origin.partition("://")
+            ok = origin == "*" or bool(scheme and separator and host and "/" not in host)
+            _check(ok, f"allowed_origins has {origin!r}; give scheme://host, with a port if it has one, or *")
+        _check(
+            not (self.allow_credentials and "*" in self.allowed_origins),
+            "allow_credentials is True and allowed_origins has '*': any page could act for a user; name the origins",
+        )
+        _check(
+            self.ssl_keyfile is None or self.ssl_certfile is not None,
+            f"ssl_keyfile is {self.ssl_keyfile!r} and there is no ssl_certfile; HTTPS needs the certificate, too",
+        )

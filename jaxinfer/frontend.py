@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -17,7 +18,8 @@ import uvloop
 
 from jaxinfer.engine.client import EngineClient
 from jaxinfer.http.control import Control, Setup
-from jaxinfer.http.metrics import Counters
+from jaxinfer.http.counters import Counters
+from jaxinfer.http.response_store import ResponseStore
 from jaxinfer.http.server import create_app
 from jaxinfer.http.supervisor import FrontEnds
 from jaxinfer.http.worker import Worker
@@ -35,21 +37,27 @@ class Descriptors(NamedTuple):
     counters: int
     row: int  # of the counters
     num_rows: int
+    responses_path: str  # of the file in which all of them keep responses
 
 
 def start(setup: Setup, channels: Sequence[socket.socket]) -> FrontEnds:
     """Starts a front end for each channel to the engine; closes the channels here."""
     counters = Counters.make_file(len(channels))
+    scratch = tempfile.TemporaryDirectory(prefix="jaxinfer-", dir=_in_memory())
+    responses_path = os.path.join(scratch.name, "responses")
     described = os.memfd_create("jaxinfer-setup")
     try:
         with open(described, "wb", closefd=False) as file:
             file.write(_encode(setup))
         commands, fds = [], []
         for row, channel in enumerate(channels):
-            inherited = Descriptors(channel.fileno(), described, counters, row, len(channels))
+            inherited = Descriptors(channel.fileno(), described, counters, row, len(channels), responses_path)
             commands.append([sys.executable, "-m", __name__, _encode(inherited).decode()])
             fds.append([channel.fileno(), described, counters])
-        return FrontEnds(commands, fds)
+        return FrontEnds(commands, fds, scratch)
+    except BaseException:
+        scratch.cleanup()
+        raise
     finally:
         for channel in channels:
             channel.close()
@@ -67,6 +75,7 @@ def main(descriptors: str, control_fd: str) -> None:
     worker = Worker(Control(socket.socket(fileno=int(control_fd))))
     tokenizer = None if setup.tokenizer_json is None else Tokenizer(setup.tokenizer_json, setup.tokenizer_config)
     template = ChatTemplate.from_config(setup.tokenizer_config, setup.server.chat_template)
+    responses = ResponseStore(inherited.responses_path)  # now: once all have started its name is gone
     info = worker.wait_for_engine()
     app = create_app(
         EngineClient(socket.socket(fileno=inherited.engine), info, lambda: worker.engine_failure),
@@ -75,11 +84,17 @@ def main(descriptors: str, control_fd: str) -> None:
         setup.server,
         counters=Counters(inherited.counters, inherited.num_rows, inherited.row),
         created_s=setup.created_s,
+        responses=responses,
     )
     # What was made until now stays: looked through again by every full collection, it would hold up all streams.
     gc.collect()
     gc.freeze()
     asyncio.run(worker.serve(app, setup.grace_s), loop_factory=uvloop.new_event_loop)
+
+
+def _in_memory() -> str | None:
+    """A folder whose files are in memory; None: where temporary files are otherwise."""
+    return "/dev/shm" if os.access("/dev/shm", os.W_OK | os.X_OK) else None
 
 
 def _read_setup(fd: int) -> Setup:

@@ -22,6 +22,7 @@ from jaxinfer.engine.process import EngineProcess
 from jaxinfer.found import find_checkpoint, load_tokenizer
 from jaxinfer.http import run as http_run
 from jaxinfer.http.control import Setup
+from jaxinfer.http.exposure import check_certificate, refuse_public_without_key
 from jaxinfer.http.server import create_app
 from jaxinfer.text.chat_template import ChatTemplate
 from jaxinfer.types import EngineDead, EngineInfo
@@ -77,10 +78,13 @@ def serve(
     config = EngineConfig(model=model, **options)
     server_config = ServerConfig(host=host, port=port, **(server or {}))
     num_front_ends = server_config.api_server_count or _front_ends_for(len(os.sched_getaffinity(0)))
+    check_certificate(server_config)
     sock = http_run.bind(server_config.host, server_config.port)  # before anything slow: a port in use is known at once
+    tls, drain_s = server_config.ssl_certfile is not None, server_config.drain_timeout_s
     with contextlib.ExitStack() as on_failure, contextlib.ExitStack() as start:
         start.enter_context(_termination_raised())
         on_failure.callback(sock.close)
+        refuse_public_without_key(sock, server_config)
         checkpoint = find_checkpoint(config)  # before the engine looks for it, too: a Hub's is fetched once
         template = ChatTemplate.from_config(checkpoint.tokenizer_config, server_config.chat_template)
         with _interrupts_held():
@@ -91,19 +95,19 @@ def serve(
         if num_front_ends == 1:
             engine.wait_until_ready()
             app = create_app(engine.client(), tokenizer, template, server_config)
-            main = http_run.in_this_process(app, sock)
+            main = http_run.in_this_process(app, sock, grace_s=drain_s)
         else:
             with _interrupts_held():
                 front_ends = frontend.start(_setup(checkpoint, server_config), engine.take_channels())
                 on_failure.callback(front_ends.kill)
             engine.wait_until_ready(front_ends.check)
-            main = front_ends.main(sock, engine.info, lambda: engine.failure)
+            main = front_ends.main(sock, engine.info, lambda: engine.failure, grace_s=drain_s)
         start.close()
         if not block:
-            running = Server(engine, http_run.ServerThread(http_run.url_of(sock), main).start())
+            running = Server(engine, http_run.ServerThread(http_run.url_of(sock, tls=tls), main).start())
             on_failure.pop_all()
             return running
-        print(f"jaxinfer serves {config.model} at {http_run.url_of(sock)}", flush=True)
+        print(f"jaxinfer serves {config.model} at {http_run.url_of(sock, tls=tls)}", flush=True)
         failure = http_run.run(main)
     if failure is not None:
         raise EngineDead(failure)
@@ -172,5 +176,5 @@ def _setup(checkpoint: Checkpoint, config: ServerConfig) -> Setup:
         tokenizer_json=checkpoint.tokenizer_json,
         tokenizer_config=dict(checkpoint.tokenizer_config),
         created_s=int(time.time()),
-        grace_s=http_run.GRACE_S,
+        grace_s=config.drain_timeout_s,
     )

@@ -264,8 +264,10 @@ def delta_case(name: str, rows: tuple[tuple[int, int], ...], layers: int, heads:
         del counters
         x, conv, gates, norm = arrays
         weights = delta_api.DeltaWeights(conv, gates, gates, norm)
-        how = {"eps": 1e-6, "max_query_len": case.max_query_len, "plan": {}, "target": target}
-        return route.run(x, weights, pools, layer, placed, **how)
+        how = {"max_query_len": case.max_query_len, "target": target}
+        with jax.ensure_compile_time_eval():  # not a part of what a layer takes
+            plan = delta_api.plan(placed, **how)
+        return route.run(x, weights, pools, layer, placed, eps=1e-6, plan=plan, **how)
 
     moved = 2.0 * case.num_tokens * key_heads * (case.channels + 2 * group * value_width)
     moved += 8.0 * len(rows) * value_heads * key_width * value_width

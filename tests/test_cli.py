@@ -13,7 +13,7 @@ import gguf
 import numpy as np
 import pytest
 
-from jaxinfer import cli
+from jaxinfer import cli, serving
 from jaxinfer.api import LLM
 from jaxinfer.config import EngineConfig
 from tests.api.test_serve_process import (
@@ -237,6 +237,22 @@ def test_chat_template_that_is_none_is_refused_with_its_line(tmp_path, capsys):
     path.write_text("one\n{% for %}")
     err = refusal(["serve", str(GOLDEN), "--port", "0", "--chat-template", str(path)], capsys)
     assert err.startswith("jaxinfer serve: chat template, line 2: ")
+
+
+@pytest.mark.parametrize("flag", ["--tool-call-parser", "--reasoning-parser"])
+def test_unknown_parser_is_refused_with_the_known_ones(flag, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["serve", str(GOLDEN), flag, "gpt"])
+    assert re.search(rf"{flag}: invalid choice: 'gpt' \(choose from .*qwen3", capsys.readouterr().err)
+
+
+def test_parsers_that_are_named_reach_the_server(monkeypatch):
+    asked = {}
+    monkeypatch.setattr(serving, "serve", lambda **options: asked.update(options))
+    assert cli.main(["serve", str(GOLDEN)]) == 0
+    assert (asked["server"]["tool_call_parser"], asked["server"]["reasoning_parser"]) == ("auto", "auto")
+    assert cli.main(["serve", str(GOLDEN), "--tool-call-parser", "mistral", "--reasoning-parser", "none"]) == 0
+    assert (asked["server"]["tool_call_parser"], asked["server"]["reasoning_parser"]) == ("mistral", "none")
 
 
 def unknown_architecture(folder):

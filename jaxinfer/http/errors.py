@@ -38,6 +38,10 @@ class ShuttingDown(RuntimeError):
     """The server stopped before the request was done."""
 
 
+class RequestTimeout(RuntimeError):
+    """The request took longer than the server lets any take."""
+
+
 class ClientGone(Exception):
     """The client closed its connection; nobody reads a reply any more."""
 
@@ -45,7 +49,35 @@ class ClientGone(Exception):
 class Problem(NamedTuple):
     status: int
     headers: dict[str, str]
-    body: bytes  # {"error": {message, type, param, code}}
+    body: bytes  # JSON; OpenAI's is {"error": {message, type, param, code}}
+
+
+ANTHROPIC_PATH = "/v1/messages"
+ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+"""What Anthropic's clients know; other statuses below 500 are invalid_request_error, and the rest api_error."""
+
+
+def problem_at(path: str, error: BaseException) -> Problem:
+    """What a client is told of `error` at an address, in the words of the API that it belongs to."""
+    is_anthropic = path == ANTHROPIC_PATH or path.startswith(ANTHROPIC_PATH + "/")
+    return anthropic_problem(error) if is_anthropic else problem(error)
+
+
+def anthropic_problem(error: BaseException) -> Problem:
+    """The same failure in the form of Anthropic's API: {"type": "error", "error": {type, message}}."""
+    what = problem(error)
+    message = msgspec.json.decode(what.body)["error"]["message"]
+    kind = ANTHROPIC_TYPES.get(what.status, "invalid_request_error" if what.status < 500 else "api_error")
+    return what._replace(body=msgspec.json.encode({"type": "error", "error": {"type": kind, "message": message}}))
 
 
 def problem(error: BaseException) -> Problem:
@@ -63,6 +95,8 @@ def problem(error: BaseException) -> Problem:
             )
         case ShuttingDown():
             return _problem(503, str(error), "server_error", None, "shutting_down", retry)
+        case RequestTimeout():
+            return _problem(504, str(error), "server_error", None, "request_timeout")
         case EngineDead():
             return _problem(500, f"the engine stopped: {error}", "server_error", None, "engine_dead")
         case RequestFailed():

@@ -1,25 +1,20 @@
 """Prometheus metrics: what requests took, counted here, and what the engine says of itself, asked for at each scrape.
 
-Observations sit on the path of every token, so a histogram is a row of numbers that is turned into Prometheus' own form
-only when scraped. Where several front ends serve, their rows lie in memory that they share, and whichever is scraped
-adds them up: a scrape is of the whole server. Every metric has a `jaxinfer:` name and, for dashboards made for vLLM,
-that engine's name.
+Every metric has a `jaxinfer:` name and, for dashboards made for vLLM, that engine's name. What vLLM counts and a front
+end cannot know (how long a request waited for its slot, and how long its prompt took from then on) has none.
 """
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
-import mmap
-import os
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from jaxinfer.types import EngineStats, FinishReason
+from jaxinfer.http.counters import Counters, Histogram
+from jaxinfer.types import EngineInfo, EngineStats, FinishReason
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 PREFIXES = ("jaxinfer:", "vllm:")
@@ -38,72 +33,9 @@ REQUEST_BOUNDS = (
     *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0),
     *(960.0, 1920.0, 7680.0),
 )
-
-
-class Counters:
-    """Counts of several front ends: a row for each, which it alone writes and all read.
-
-    Doubles, of which a processor stores one at once, so that nobody reads half of one; whole up to 2**53.
-    """
-
-    NUM_CELLS = len(FinishReason) + sum(len(bounds) + 2 for bounds in (TTFT_BOUNDS, TOKEN_BOUNDS, REQUEST_BOUNDS))
-    ROW_BYTES = NUM_CELLS * 8
-
-    def __init__(self, fd: int = -1, num_rows: int = 1, row: int = 0):
-        """fd: a file of `num_rows` rows that all front ends map; -1: memory of this process. row: the one to write."""
-        cells = memoryview(mmap.mmap(fd, num_rows * self.ROW_BYTES)).cast("d")
-        self._rows = [cells[i * self.NUM_CELLS : (i + 1) * self.NUM_CELLS] for i in range(num_rows)]
-        self._row = row
-        self._used = 0
-
-    @staticmethod
-    def make_file(num_rows: int) -> int:
-        """A file in memory, of zeros; returns its descriptor."""
-        fd = os.memfd_create("jaxinfer-counters")
-        os.ftruncate(fd, num_rows * Counters.ROW_BYTES)
-        return fd
-
-    def take(self, num_cells: int) -> Cells:
-        """The next cells of each row."""
-        start, self._used = self._used, self._used + num_cells
-        rows = [row[start : self._used] for row in self._rows]
-        return Cells(rows[self._row], rows)
-
-
-class Cells(NamedTuple):
-    """A part of the counters."""
-
-    own: memoryview[float]
-    all: Sequence[memoryview[float]]
-
-    def totals(self) -> list[float]:
-        """What all front ends counted."""
-        return [sum(column) for column in zip(*self.all, strict=True)]
-
-
-class Histogram:
-    """Counts of observations by upper bound, in seconds."""
-
-    def __init__(self, bounds_s: tuple[float, ...], counters: Counters):
-        self._bounds_s = bounds_s
-        self._cells = counters.take(len(bounds_s) + 2)  # a count for each bound and for what is above, then the sum
-        self._own = self._cells.own
-
-    def observe(self, value_s: float, count: int = 1) -> None:
-        """Adds `count` observations of `value_s` each."""
-        own = self._own
-        own[bisect.bisect_left(self._bounds_s, value_s)] += count
-        own[-1] += value_s * count
-
-    def family(self, name: str, text: str, labels: dict[str, str]) -> Metric:
-        *counts, sum_s = self._cells.totals()
-        buckets, total = [], 0.0
-        for bound, count in zip((*map(str, self._bounds_s), "+Inf"), counts, strict=True):
-            total += count
-            buckets.append((bound, total))
-        family = HistogramMetricFamily(name, text, labels=list(labels))
-        family.add_metric(list(labels.values()), buckets, sum_s)
-        return family
+COUNT_BOUNDS = tuple(float(step * 10**power) for power in range(7) for step in (1, 2, 5))
+"""Of tokens: 1, 2, 5, 10, ... 5 million."""
+CHOICE_BOUNDS = (1.0, 2.0, 5.0, 10.0, 20.0)
 
 
 @dataclasses.dataclass(slots=True)
@@ -112,11 +44,17 @@ class SequenceTimer:
 
     metrics: ServerMetrics
     arrival_s: float
+    prompt_tokens: int = 0
+    max_tokens: int = 0  # that it may have
+    num_tokens: int = 0  # so far, as they came from the engine
+    first_s: float | None = None
     last_s: float | None = None
     finished: bool = False
 
     def tokens(self, count: int, now_s: float) -> None:
+        self.num_tokens += count
         if self.last_s is None:
+            self.first_s = now_s
             self.metrics.first_token.observe(now_s - self.arrival_s)
         else:
             self.metrics.between_tokens.observe((now_s - self.last_s) / count, count)
@@ -130,18 +68,27 @@ class SequenceTimer:
         self.metrics.count_finished(reason)
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
             self.metrics.whole_request.observe(now_s - self.arrival_s)
+            self.metrics.decoding.observe(now_s - (now_s if self.first_s is None else self.first_s))
+            self.metrics.prompt_tokens.observe(self.prompt_tokens)
+            self.metrics.generated_tokens.observe(self.num_tokens)
+            self.metrics.tokens_allowed.observe(self.max_tokens)
 
 
 class ServerMetrics(Collector):
     """The metrics of one server, in a registry of their own."""
 
-    def __init__(self, model: str, counters: Counters, *, prefix_caching: bool):
-        self._prefix_caching = prefix_caching
+    def __init__(self, model: str, counters: Counters, info: EngineInfo):
+        self._info = info
         self._labels = {"model_name": model, "engine": "0"}
         self.engine = EngineStats()  # as of the last scrape
         self.first_token = Histogram(TTFT_BOUNDS, counters)
         self.between_tokens = Histogram(TOKEN_BOUNDS, counters)
         self.whole_request = Histogram(REQUEST_BOUNDS, counters)
+        self.decoding = Histogram(REQUEST_BOUNDS, counters)
+        self.prompt_tokens = Histogram(COUNT_BOUNDS, counters)
+        self.generated_tokens = Histogram(COUNT_BOUNDS, counters)
+        self.tokens_allowed = Histogram(COUNT_BOUNDS, counters)
+        self.choices_asked = Histogram(CHOICE_BOUNDS, counters)
         self._finished = counters.take(len(FinishReason))
         self._registry = CollectorRegistry()
         self._registry.register(self)
@@ -149,6 +96,10 @@ class ServerMetrics(Collector):
     def count_finished(self, reason: FinishReason) -> None:
         """Counts the end of a sequence."""
         self._finished.own[REASONS.index(reason)] += 1
+
+    def add(self, collector: Collector) -> None:
+        """What else a scrape is to show."""
+        self._registry.register(collector)
 
     def render(self) -> bytes:
         return generate_latest(self._registry)
@@ -167,7 +118,9 @@ class ServerMetrics(Collector):
             ("num_requests_waiting", "Sequences that wait for a slot.", engine.num_waiting),
             ("kv_cache_usage_perc", "Share of the pages of the KV cache in use; 1 is all.", used),
         ]
-        if prefix == "jaxinfer:":
+        if prefix == "vllm:":
+            gauges.append(("gpu_cache_usage_perc", "The older name of kv_cache_usage_perc.", used))
+        else:
             text = "Pages that no sequence holds, kept for requests that begin alike."
             gauges += [
                 ("prefix_cache_pages", text, engine.num_pages_cached),
@@ -177,6 +130,7 @@ class ServerMetrics(Collector):
                 ("num_requests_restoring", "Sequences that wait for pages from host or disk.", engine.num_restoring),
                 ("num_sessions", "Sessions that are known, in memory or on disk.", engine.num_sessions),
             ]
+        yield self._cache_config(prefix)
         for name, text, value in gauges:
             family = GaugeMetricFamily(prefix + name, text, labels=list(self._labels))
             family.add_metric(list(self._labels.values()), value)
@@ -184,7 +138,7 @@ class ServerMetrics(Collector):
 
     def _counters(self, prefix: str) -> Iterator[Metric]:
         engine = self.engine
-        looked_up = engine.prompt_tokens if self._prefix_caching else 0
+        looked_up = engine.prompt_tokens if self._info.prefix_caching else 0
         counters = [
             ("prompt_tokens", "Prompt tokens of admitted requests.", engine.prompt_tokens),
             ("generation_tokens", "Tokens generated.", engine.generation_tokens),
@@ -220,10 +174,39 @@ class ServerMetrics(Collector):
             family.add_metric([*self._labels.values(), reason], count)
         yield family
 
+    def _cache_config(self, prefix: str) -> Metric:
+        """What does not change, as labels of a gauge that is 1."""
+        info = self._info
+        settings = {
+            "block_size": info.page_size,
+            "num_gpu_blocks": info.num_pages,
+            "num_cpu_blocks": info.num_host_pages,
+            "enable_prefix_caching": info.prefix_caching,
+        }
+        labels = self._labels | {name: str(value) for name, value in settings.items()}
+        family = GaugeMetricFamily(
+            prefix + "cache_config_info", "Pages (blocks) of the KV cache, and tokens of each.", labels=list(labels)
+        )
+        family.add_metric(list(labels.values()), 1)
+        return family
+
     def _histograms(self, prefix: str) -> Iterator[Metric]:
-        for name, text, histogram in (
+        histograms = [
             ("time_to_first_token_seconds", "From arrival to the first token.", self.first_token),
             ("inter_token_latency_seconds", "From token to token.", self.between_tokens),
             ("e2e_request_latency_seconds", "From arrival to the end; not of aborted or failed.", self.whole_request),
-        ):
-            yield histogram.family(prefix + name, text, self._labels)
+            ("request_decode_time_seconds", "From the first token to the end; of the same.", self.decoding),
+            ("request_prompt_tokens", "Tokens of a sequence's prompt; of the same.", self.prompt_tokens),
+            ("request_generation_tokens", "Tokens of a sequence's output; of the same.", self.generated_tokens),
+            ("request_params_max_tokens", "Tokens that an output might have; of the same.", self.tokens_allowed),
+            ("request_params_n", "Choices per prompt that a request asked for.", self.choices_asked),
+        ]
+        if prefix == "vllm:":
+            text = "The older name of inter_token_latency_seconds."
+            histograms.append(("time_per_output_token_seconds", text, self.between_tokens))
+            text = "The same as request_params_max_tokens: of a sequence, not of all choices together."
+            histograms.append(("request_max_num_generation_tokens", text, self.tokens_allowed))
+        for name, text, histogram in histograms:
+            family = HistogramMetricFamily(prefix + name, text, labels=list(self._labels))
+            histogram.add_to(family, list(self._labels.values()))
+            yield family

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, NoReturn
 import msgspec
 import numpy
 
+from jaxinfer.http.tools import check_answers, check_tools, template_calls
 from jaxinfer.types import MAX_LOGPROBS, InvalidRequest, SamplingParams
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -23,8 +24,15 @@ MAX_ID_DIGITS = 20
 """Longest token id written as text; Python reads none of several thousand digits."""
 MAX_CHOICES = 1024
 """Most choices of one request, over all of its prompts: each one is a request to the engine."""
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 """Roles that a client may use, and what a chat template is told: most know no developer and would skip the turn."""
+FIELDS_OF_ROLES = {
+    "tool_calls": "assistant",
+    "reasoning_content": "assistant",
+    "reasoning": "assistant",
+    "tool_call_id": "tool",
+}
+"""Fields of a message that one role alone may have."""
 RESERVED_TEMPLATE_NAMES = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message", "self"})
 """Template variables that other fields of the request set."""
 
@@ -200,20 +208,40 @@ class Message(_Body, kw_only=True, frozen=True):
     function_call: Any = None
     tool_calls: list[Any] | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
 
-    def to_template(self, path: str) -> dict[str, str]:
+    def to_template(self, path: str) -> dict[str, Any]:
         """The message as a chat template reads it. `path` says where in the body it stands."""
         if self.role not in ROLES:
             _refuse(f"{path}.role", f"{path}.role is {self.role!r}; supported: {', '.join(ROLES)}")
-        for name in ("refusal", "annotations", "audio", "function_call", "tool_calls", "tool_call_id"):
+        for name in ("refusal", "annotations", "audio", "function_call"):
             if getattr(self, name):
                 _refuse(f"{path}.{name}", f"{path}.{name} is not supported")
-        if self.content is None:
+        for name, role in FIELDS_OF_ROLES.items():
+            if getattr(self, name) and self.role != role:
+                _refuse(
+                    f"{path}.{name}", f"{path}.{name} is not supported for the role {self.role!r}, only for {role!r}"
+                )
+        message: dict[str, Any] = {"role": ROLES[self.role]}
+        if self.content is not None:
+            message["content"] = self.content
+            if not isinstance(self.content, str):
+                parts = (_text_of_part(part, f"{path}.content[{i}]") for i, part in enumerate(self.content))
+                message["content"] = "".join(parts)
+        elif not self.tool_calls:
             _refuse(f"{path}.content", f"{path}.content is missing")
-        content = self.content
-        if not isinstance(content, str):
-            content = "".join(_text_of_part(part, f"{path}.content[{i}]") for i, part in enumerate(content))
-        return {"role": ROLES[self.role], "content": content} | ({"name": self.name} if self.name else {})
+        if self.name:
+            message["name"] = self.name
+        if reasoning := self.reasoning_content or self.reasoning:
+            message["reasoning_content"] = reasoning
+        if self.tool_calls:
+            message["tool_calls"] = template_calls(self.tool_calls, f"{path}.tool_calls")
+        if self.role == "tool":
+            if not self.tool_call_id:
+                _refuse(f"{path}.tool_call_id", f"{path}.tool_call_id is missing; give the id of the call it answers")
+            message["tool_call_id"] = self.tool_call_id
+        return message
 
 
 class ChatRequest(_Generation, kw_only=True, frozen=True):
@@ -241,15 +269,18 @@ class ChatRequest(_Generation, kw_only=True, frozen=True):
             _refuse("chat_template_kwargs", f"chat_template_kwargs has {name!r}, which cannot be set there")
         if not self.messages:
             _refuse("messages", "messages is empty; give at least one message")
-        if self.tools:
-            _refuse("tools", "tools is not supported; an empty list is accepted")
-        if self.tool_choice not in (None, "none"):
-            _refuse("tool_choice", "tool_choice is not supported; 'none' is accepted")
+        self.callable_tools()
         if self.response_format is not None and self.response_format != {"type": "text"}:
             _refuse("response_format", "response_format is not supported; {'type': 'text'} is accepted")
 
-    def template_messages(self) -> list[dict[str, str]]:
-        return [message.to_template(f"messages[{i}]") for i, message in enumerate(self.messages)]
+    def template_messages(self) -> list[dict[str, Any]]:
+        messages = [message.to_template(f"messages[{i}]") for i, message in enumerate(self.messages)]
+        check_answers(messages)
+        return messages
+
+    def callable_tools(self) -> dict[str, Mapping[str, Any]]:
+        """The schemas of the functions that the model may call, by name; none with the choice "none"."""
+        return check_tools(self.tools, self.tool_choice, self.parallel_tool_calls)
 
     def to_sampling(self) -> SamplingParams:
         return self._sampling(self.token_limit, _or(self.top_logprobs, 0) if self.logprobs else None)
@@ -315,6 +346,9 @@ def _parse[Kind](decoder: msgspec.json.Decoder[Kind], data: bytes | msgspec.Raw,
     except (msgspec.DecodeError, RecursionError) as error:
         place = path or "the body"
         raise InvalidRequest(f"{place} is not valid JSON: {error}", param=path or None, code="invalid_json") from None
+
+
+parse = _parse  # for the bodies of other routes
 
 
 def _schema_error(message: str, path: str = "") -> InvalidRequest:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from jaxinfer.config import ServerConfig
@@ -13,10 +13,14 @@ from jaxinfer.http.errors import HttpError
 from jaxinfer.http.metrics import SequenceTimer, ServerMetrics
 from jaxinfer.http.replies import ReplyHead
 from jaxinfer.http.streams import Choice, Generation
+from jaxinfer.text import reasoning
 from jaxinfer.text.chat_template import ChatTemplate
+from jaxinfer.text.control_tokens import ControlTokens
+from jaxinfer.text.message import MessageFormat, MessageParser
 from jaxinfer.text.output import OutputStream
 from jaxinfer.text.requests import lower, refuse_endless
 from jaxinfer.text.tokenizer import Tokenizer
+from jaxinfer.text.tool_calls import formats
 from jaxinfer.types import EngineHandle, InvalidRequest, SamplingParams
 
 
@@ -33,6 +37,10 @@ class PromptMaker:
         self._info = engine.info
         self._tokenizer = tokenizer
         self._chat_template = chat_template
+        source = "" if chat_template is None else chat_template.source
+        self._control_tokens = None if tokenizer is None else ControlTokens(tokenizer, source)
+        self._reasoning = reasoning.choose(config.reasoning_parser, source)
+        self._tool_calls = formats.choose(config.tool_call_parser, source)
         self._template_kwargs: dict[str, Any] = dict(config.chat_template_kwargs)
         self.model_names = tuple(config.served_model_names) or (engine.info.model,)
 
@@ -55,21 +63,28 @@ class PromptMaker:
         """Raises InvalidRequest, or HttpError for an unknown model."""
         model = self.model_name(request.model)
         sampling = request.to_sampling()
-        chat = isinstance(request, openai.ChatRequest)
-        prompts = [self._chat_text(request)] if chat else request.prompts()
+        if isinstance(request, openai.ChatRequest):
+            conversation, echoes = self._conversation(request), False
+            prompts: Sequence[openai.Prompt] = [conversation.ids]
+        else:
+            conversation, echoes = None, bool(request.echo)
+            prompts = request.prompts()
         choices: list[Choice] = []
         prompt_tokens = 0
         for number, prompt in enumerate(prompts):  # one at a time: the first that is refused spares the others
-            ids = self._ids(prompt, add_special_tokens=not chat)  # a chat template writes its own
-            echo = "" if chat or not request.echo else self._echo(prompt, sampling)
+            ids = self._ids(prompt)
+            echo = self._echo(prompt, sampling) if echoes else ""
             prompt_tokens += len(ids)
             for sequence in lower(ids, _at_least_one(sampling), self._info, self._tokenizer, f"{reply_id}-{number}"):
-                output = OutputStream(self._tokenizer, ids, sampling)
-                timer = SequenceTimer(metrics, arrival_s)
+                markers = () if conversation is None else conversation.markers
+                output = OutputStream(self._tokenizer, ids, sampling, always_shown=markers)
+                message = None if conversation is None else conversation.parser()
+                timer = SequenceTimer(metrics, arrival_s, len(ids), sequence.max_tokens)
                 runs = None if sampling.max_tokens == 0 else sequence
-                choices.append(Choice(len(choices), runs, output, timer, echo))
+                choices.append(Choice(len(choices), runs, output, timer, echo, message))
+        metrics.choices_asked.observe(sampling.n)
         return Generation(
-            head=ReplyHead(reply_id, int(time.time()), model, chat),
+            head=ReplyHead(reply_id, int(time.time()), model, conversation is not None),
             choices=choices,
             n=sampling.n,
             prompt_tokens=prompt_tokens,
@@ -80,7 +95,29 @@ class PromptMaker:
             continuous_usage=request.continuous_usage,
         )
 
-    def _ids(self, prompt: openai.Prompt, *, add_special_tokens: bool) -> Sequence[int]:
+    def text_ids(self, text: str, *, add_special_tokens: bool) -> Sequence[int]:
+        """A prompt's token ids, as a completion has them. Raises InvalidRequest."""
+        return self._ids(text, add_special_tokens=add_special_tokens) if text else []
+
+    def chat_ids(self, request: openai.ChatRequest) -> Sequence[int]:
+        """A conversation's token ids, those of the chat template included. Raises InvalidRequest."""
+        return self._conversation(request).ids
+
+    def text_of(self, ids: Sequence[int]) -> str:
+        """The text of token ids, special ones included. Raises InvalidRequest."""
+        return self._require_tokenizer("tokens").decode(ids, skip_special_tokens=False)
+
+    def token_texts(self, ids: Sequence[int]) -> list[str]:
+        """The text of each token alone; U+FFFD for part of a UTF-8 sequence."""
+        tokenizer = self._require_tokenizer("return_token_strs")
+        return [tokenizer.token_text(id) for id in ids]
+
+    def _require_tokenizer(self, param: str) -> Tokenizer:
+        if self._tokenizer is None:
+            raise InvalidRequest("the model has no tokenizer", param=param)
+        return self._tokenizer
+
+    def _ids(self, prompt: openai.Prompt, *, add_special_tokens: bool = True) -> Sequence[int]:
         if not isinstance(prompt, str):
             return prompt
         if self._tokenizer is None:
@@ -88,14 +125,33 @@ class PromptMaker:
         refuse_endless(prompt, self._info, self._tokenizer)
         return self._tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
 
-    def _chat_text(self, request: openai.ChatRequest) -> str:
-        if self._tokenizer is None or self._chat_template is None:
+    def _conversation(self, request: openai.ChatRequest) -> _Conversation:
+        if self._tokenizer is None or self._control_tokens is None or self._chat_template is None:
             raise InvalidRequest("the model has no chat template; use /v1/completions", param="messages")
-        return self._chat_template.render(
-            request.template_messages(),
+        tools = request.callable_tools()
+        if tools and self._tool_calls is None:
+            raise InvalidRequest(
+                "tools is not supported: the model's chat template shows no known format of tool calls, or the server "
+                "was started with --tool-call-parser none; with tool_choice 'none' they are accepted",
+                param="tools",
+            )
+        if tools and not self._chat_template.shows_tools:
+            raise InvalidRequest(
+                "tools is not supported: the model's chat template does not show them; --chat-template gives another",
+                param="tools",
+            )
+        messages, mark = self._control_tokens.guard(request.template_messages())
+        text = self._chat_template.render(
+            messages,
             add_generation_prompt=request.add_generation_prompt is not False,
+            tools=request.tools if tools else None,
             **(self._template_kwargs | (request.chat_template_kwargs or {})),
         )
+        refuse_endless(text, self._info, self._tokenizer)
+        ids = self._control_tokens.encode(text, mark)  # without further special tokens: a template writes its own
+        message_format = MessageFormat(self._reasoning, self._tool_calls if tools else None)
+        markers = message_format.marker_ids(self._tokenizer)
+        return _Conversation(ids, text, message_format, markers, tools, request.parallel_tool_calls is not False)
 
     def _echo(self, prompt: openai.Prompt, sampling: SamplingParams) -> str:
         if self._tokenizer is None:
@@ -103,6 +159,24 @@ class PromptMaker:
         if isinstance(prompt, str):
             return prompt
         return self._tokenizer.decode(prompt, skip_special_tokens=sampling.skip_special_tokens)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Conversation:
+    """A chat request, ready for the model, and how its replies are read."""
+
+    ids: Sequence[int]
+    text: str  # the rendered template
+    message_format: MessageFormat
+    markers: Collection[int]  # special tokens that the parser has to see
+    tools: Mapping[str, Mapping[str, Any]]  # that the model may call: the schemas of their parameters
+    parallel: bool
+
+    def parser(self) -> MessageParser | None:
+        """For one choice. None: the reply is nothing but words."""
+        if self.message_format == MessageFormat(None, None):
+            return None
+        return MessageParser(self.message_format, self.text, self.tools, parallel=self.parallel)
 
 
 def _at_least_one(sampling: SamplingParams) -> SamplingParams:

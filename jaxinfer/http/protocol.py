@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import uuid
+
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -52,6 +54,7 @@ class Protocol(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         body = problem(HttpError(400, msg, code="invalid_http")).body
-        head = b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\ncontent-type: application/json\r\ncontent-length: %d"
-        self.transport.write(head % len(body) + b"\r\n\r\n" + body)
+        head = b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\ncontent-type: application/json\r\n"
+        head += b"x-request-id: %s\r\ncontent-length: %d"
+        self.transport.write(head % (uuid.uuid4().hex.encode(), len(body)) + b"\r\n\r\n" + body)
         self.transport.close()

@@ -12,9 +12,13 @@ from typing import Any
 
 import msgspec
 
+from jaxinfer.text.message import Call, MessageParser, Part, Thought, Words
 from jaxinfer.text.output import OutputDelta, OutputLogprob
+from jaxinfer.types import FinishReason
 
 DONE = b"data: [DONE]\n\n"
+CALLS_REASON = "tool_calls"
+"""Why a choice ended that asks for tool calls."""
 LEAST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON cannot say."""
 
@@ -60,6 +64,7 @@ class ChunkEncoder:
         # With include_usage, OpenAI puts a null usage on every chunk but the last.
         self._end = b',"usage":null}\n\n' if null_usage else b"}\n\n"
         self._after = self._delta_end + b',"logprobs":null,"finish_reason":null,"stop_reason":null}]' + self._end
+        self._start = start
         self._empty_delta = start + b'"delta":{}'
         self.role = (
             start + b'"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]' + self._end
@@ -72,12 +77,22 @@ class ChunkEncoder:
     def full(self, text: str, delta: OutputDelta, usage: dict[str, Any] | None = None) -> bytes:
         """Any delta. `text` is its text, after an echoed prompt; `usage`, if given, is the running count."""
         last_without_text = self._chat and delta.finish_reason is not None and not text
+        start = self._empty_delta if last_without_text else self._before + _encode(text) + self._delta_end
+        return self._chunk(start, delta, delta.finish_reason, usage)
+
+    def message(
+        self, fields: dict[str, Any], delta: OutputDelta, reason: str | None, usage: dict[str, Any] | None
+    ) -> bytes:
+        """A delta of a chat message with these fields and this finish reason; the text of `delta` is not read."""
+        return self._chunk(self._start + b'"delta":' + _encode(fields), delta, reason, usage)
+
+    def _chunk(self, start: bytes, delta: OutputDelta, reason: str | None, usage: dict[str, Any] | None) -> bytes:
         parts = [
-            self._empty_delta if last_without_text else self._before + _encode(text) + self._delta_end,
+            start,
             b',"logprobs":',
             _encode(logprobs_body(delta.logprobs, chat=self._chat)),
             b',"finish_reason":',
-            _encode(delta.finish_reason),
+            _encode(reason),
             b',"stop_reason":',
             _encode(delta.stop_reason),
             b"}]",
@@ -97,24 +112,86 @@ class WholeChoice:
 
     texts: list[str]
     logprobs: list[OutputLogprob]
+    parser: MessageParser | None = None  # of a chat message that is more than its words
+    parts: list[Part] = dataclasses.field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: str | int | None = None
 
     def add(self, delta: OutputDelta) -> None:
-        self.texts.append(delta.text)
-        self.logprobs.extend(delta.logprobs or ())
         self.finish_reason = delta.finish_reason
+        if self.parser is None:
+            self.texts.append(delta.text)
+        else:
+            parts, self.finish_reason = read_message(self.parser, delta)
+            self.parts += parts
+        self.logprobs.extend(delta.logprobs or ())
         self.stop_reason = delta.stop_reason
 
     def body(self, index: int, *, chat: bool, logprobs: bool) -> dict[str, Any]:
         text = "".join(self.texts)
         return {
             "index": index,
-            **({"message": {"role": "assistant", "content": text}} if chat else {"text": text}),
+            **({"message": self._message(text)} if chat else {"text": text}),
             "logprobs": logprobs_body(self.logprobs if logprobs else None, chat=chat),
             "finish_reason": self.finish_reason,
             "stop_reason": self.stop_reason,
         }
+
+    def _message(self, text: str) -> dict[str, Any]:
+        if self.parser is None:
+            return {"role": "assistant", "content": text}
+        words = "".join(part.text for part in self.parts if isinstance(part, Words))
+        thought = "".join(part.text for part in self.parts if isinstance(part, Thought))
+        calls = [part for part in self.parts if isinstance(part, Call)]
+        # Where there is something else, no words are null, as OpenAI has it.
+        message: dict[str, Any] = {"role": "assistant", "content": words or (None if thought or calls else "")}
+        if thought:
+            message |= _reasoning(thought)
+        if calls:
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in calls
+            ]
+        return message
+
+
+def read_message(parser: MessageParser, delta: OutputDelta) -> tuple[list[Part], str | None]:
+    """The parts that a delta adds to a message, and why the message ends with it, if it does.
+
+    That is "tool_calls" where the model ended its turn and there is a call. A message that was cut keeps "length",
+    though it may have calls: another one could be missing.
+    """
+    parts = parser.push(delta.text)
+    if delta.finish_reason is not None:
+        parts += parser.flush()
+        if delta.finish_reason == FinishReason.STOP and parser.has_calls:
+            return parts, CALLS_REASON
+    return parts, delta.finish_reason
+
+
+def message_deltas(parts: Sequence[Part]) -> list[dict[str, Any]]:
+    """The deltas of a stream that say the same. A call has two, one that names it and one with its arguments."""
+    deltas: list[dict[str, Any]] = []
+    for part in parts:
+        match part:
+            case Thought(text):
+                deltas.append(_reasoning(text))
+            case Words(text) if deltas and "content" in deltas[-1]:
+                deltas[-1]["content"] += text
+            case Words(text) if deltas and "reasoning" in deltas[-1]:
+                deltas[-1]["content"] = text
+            case Words(text):
+                deltas.append({"content": text})
+            case Call(number, id, name, arguments):
+                named = {"index": number, "id": id, "type": "function", "function": {"name": name, "arguments": ""}}
+                deltas.append({"tool_calls": [named]})
+                deltas.append({"tool_calls": [{"index": number, "function": {"arguments": arguments}}]})
+    return deltas
+
+
+def _reasoning(text: str) -> dict[str, Any]:
+    """Under both names that clients read it by."""
+    return {"reasoning_content": text, "reasoning": text}
 
 
 def whole_body(head: ReplyHead, choices: Sequence[dict[str, Any]], usage: dict[str, Any]) -> bytes:

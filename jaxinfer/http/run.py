@@ -20,7 +20,7 @@ from typing import Self
 import uvicorn
 import uvloop
 
-from jaxinfer.config import ConfigError
+from jaxinfer.config import ConfigError, ServerConfig
 from jaxinfer.http.protocol import Protocol
 from jaxinfer.http.server import App, Frontend
 
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 0.05
 """How often a dead engine and a wish to stop are looked for."""
-GRACE_S = 5.0
+GRACE_S = ServerConfig.drain_timeout_s
 """What requests in progress get to finish once the server is told to stop."""
 FAILURE_GRACE_S = 5.0
 """How long /health answers 503 after the engine died, so that whoever watches it learns the reason."""
@@ -70,13 +70,14 @@ def bind(host: str, port: int) -> socket.socket:
     ) from failure
 
 
-def url_of(sock: socket.socket) -> str:
+def url_of(sock: socket.socket, *, tls: bool = False) -> str:
     """Where this machine reaches the server that is bound to `sock`."""
     host, port = sock.getsockname()[:2]
     address = ipaddress.ip_address(host)
     if address.is_unspecified:
         address = ipaddress.ip_address("127.0.0.1" if address.version == 4 else "::1")
-    return f"http://{address}:{port}" if address.version == 4 else f"http://[{address}]:{port}"
+    scheme = "https" if tls else "http"
+    return f"{scheme}://{address}:{port}" if address.version == 4 else f"{scheme}://[{address}]:{port}"
 
 
 class Stop:
@@ -116,6 +117,8 @@ def make_server(app: App) -> uvicorn.Server:
             server_header=False,
             backlog=BACKLOG,
             timeout_keep_alive=75,
+            ssl_certfile=app.config.ssl_certfile,
+            ssl_keyfile=app.config.ssl_keyfile,
         )
     )
 
@@ -160,6 +163,7 @@ async def wind_down(
 ) -> None:
     """Accepts nothing new, lets requests in progress finish for `grace_s` seconds, then ends them with an error."""
     wishes = stop.wishes
+    frontend.drain()
     server.should_exit = True
     await _wait(lambda: not len(frontend.open_requests) or stop.wishes > wishes, grace_s)
     frontend.open_requests.end("the server is shutting down")

@@ -17,10 +17,13 @@ from jaxinfer.http.replies import (
     ReplyHead,
     WholeChoice,
     error_event,
+    message_deltas,
+    read_message,
     usage_body,
     usage_event,
     whole_body,
 )
+from jaxinfer.text.message import MessageParser
 from jaxinfer.text.output import OutputDelta, OutputStream
 from jaxinfer.types import EngineHandle, FinishReason, QueueFull, Request, TokenEvent
 
@@ -40,6 +43,7 @@ class Choice:
     output: OutputStream
     timer: SequenceTimer
     echo: str  # the prompt's text, shown before the output; empty: not shown
+    message: MessageParser | None = None  # of a chat whose replies are more than words
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -216,6 +220,7 @@ class _ChoiceStream:
         self._continuous = generation.continuous_usage
         self._start = self._encoder.role if generation.head.chat else b""
         self._echo = choice.echo
+        self._message = choice.message
 
     def emit(self, delta: OutputDelta | None) -> None:
         if self._start or self._echo:
@@ -233,6 +238,8 @@ class _ChoiceStream:
         return data
 
     def _event(self, text: str, delta: OutputDelta) -> bytes:
+        if self._message is not None:
+            return self._message_events(self._message, delta)
         if not text and delta.finish_reason is None and delta.logprobs is None:
             return b""  # the text of these tokens is withheld for now
         if self._continuous:
@@ -240,6 +247,24 @@ class _ChoiceStream:
         if delta.finish_reason is None and delta.logprobs is None:
             return self._encoder.text(text)
         return self._encoder.full(text, delta)
+
+    def _message_events(self, message: MessageParser, delta: OutputDelta) -> bytes:
+        """One for each delta of the message. The first has the log-probabilities, the last the reason of the end."""
+        parts, reason = read_message(message, delta)
+        deltas = message_deltas(parts)
+        usage = self._generation.usage() if self._continuous else None
+        if reason is not None and (not deltas or "tool_calls" in deltas[-1]):
+            deltas.append({})
+        elif not deltas and delta.logprobs is not None:
+            deltas.append({"content": ""})  # the text of these tokens is withheld for now
+        events = []
+        for i, fields in enumerate(deltas):
+            last = i == len(deltas) - 1
+            told = delta._replace(
+                logprobs=None if i else delta.logprobs, stop_reason=delta.stop_reason if last else None
+            )
+            events.append(self._encoder.message(fields, told, reason if last else None, usage))
+        return b"".join(events)
 
 
 class _WholeSink:
@@ -260,7 +285,7 @@ async def stream_reply(engine: EngineHandle, generation: Generation, stream: Eve
 async def whole_reply(engine: EngineHandle, generation: Generation) -> bytes:
     """The body of a reply that is not streamed."""
     head = generation.head
-    wholes = [WholeChoice([choice.echo], []) for choice in generation.choices]
+    wholes = [WholeChoice([choice.echo], [], choice.message) for choice in generation.choices]
     await run_choices(engine, generation.choices, [_WholeSink(whole) for whole in wholes])
     bodies = [
         whole.body(choice.index, chat=head.chat, logprobs=generation.logprobs)

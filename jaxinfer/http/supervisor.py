@@ -14,6 +14,7 @@ import logging
 import selectors
 import socket
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -65,11 +66,18 @@ class _FrontEnd:
 class FrontEnds:
     """The processes. A front end that ends takes its own requests with it, and then the whole server stops."""
 
-    def __init__(self, commands: Sequence[Sequence[str]], fds: Sequence[Sequence[int]]):
+    def __init__(
+        self,
+        commands: Sequence[Sequence[str]],
+        fds: Sequence[Sequence[int]],
+        scratch: tempfile.TemporaryDirectory[str] | None = None,
+    ):
         """Starts a process for each of `commands`, whose last argument is its control socket.
 
-        fds: what else each inherits.
+        fds: what else each inherits. scratch: with files that all of them open while they start; it is deleted once
+        they have, so that nothing of it stays whichever way the server ends.
         """
+        self._scratch = scratch
         self._front_ends: list[_FrontEnd] = []
         self._selector = selectors.DefaultSelector()
         try:
@@ -122,6 +130,12 @@ class FrontEnds:
             front_end.process.wait()
             front_end.control.close()
         self._selector.close()
+        self._clear_scratch()
+
+    def _clear_scratch(self) -> None:
+        scratch, self._scratch = self._scratch, None
+        if scratch is not None:
+            scratch.cleanup()
 
     def _serve(
         self,
@@ -134,6 +148,7 @@ class FrontEnds:
     ) -> str | None:
         failure = None
         self._wait_until_started(stop)
+        self._clear_scratch()
         if not stop.wishes:
             # Only now: see `bind`. Accepted sockets inherit it, and so do not keep a restart from binding.
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

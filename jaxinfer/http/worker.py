@@ -92,4 +92,4 @@ async def _open(sock: socket.socket, server: uvicorn.Server) -> None:
     if server.should_exit:
         return sock.close()
     with contextlib.suppress(OSError):  # the client has left already
-        await asyncio.get_running_loop().connect_accepted_socket(make_protocol, sock)
+        await asyncio.get_running_loop().connect_accepted_socket(make_protocol, sock, ssl=server.config.ssl)

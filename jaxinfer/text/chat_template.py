@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
@@ -92,6 +93,11 @@ class ChatTemplate:
             raise InvalidRequest(
                 f"chat template, line {error.lineno}: {error.message}", param="chat_template"
             ) from error
+        parsed = [environment.parse(text) for text in sources.values()]
+        self.shows_tools: bool = any("tools" in jinja2.meta.find_undeclared_variables(one) for one in parsed)
+        """Whether a template reads the variable `tools`; the others leave them out without a word."""
+        self.source: str = "\n".join(sources.values())
+        """The text of all templates, which shows what the model's turns look like."""
         self._variables: dict[str, Any] = {}
         for name in _TOKEN_NAMES:
             if (text := token_string(tokenizer_config.get(name))) is not None:

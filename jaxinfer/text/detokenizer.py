@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from jaxinfer.text.tokenizer import Tokenizer
 
@@ -15,11 +15,20 @@ class Detokenizer:
 
     The output continues the prompt: a leading space that a decoder drops at the start of a text is kept after a
     prompt that shows some text, and a character that the prompt began is shown whole by the output that ends it.
+    `always_shown` are special tokens that are not left out.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], *, skip_special_tokens: bool = True):
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool = True,
+        always_shown: Collection[int] = (),
+    ):
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
+        self._always_shown = always_shown
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._strip = tokenizer.decoder.strip_count
         self._first = True
@@ -35,7 +44,8 @@ class Detokenizer:
                 return whole
         text = bytearray()
         for id in token_ids:
-            if self._tokenizer.shows(id, skip_special_tokens=self._skip):
+            skips = self._skip and id not in self._always_shown
+            if self._tokenizer.shows(id, skip_special_tokens=skips):
                 text += self._tokenizer.first_token_bytes(id) if self._first else self._tokenizer.token_bytes(id)
                 self._first = False
         shown = self._strip_start(self._utf8.decode(bytes(text)))

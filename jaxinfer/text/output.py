@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from jaxinfer.text.detokenizer import Detokenizer
@@ -65,14 +65,27 @@ class OutputStream:
 
     A delta with a finish reason is the last: later events give None. It can come before the engine's own last event,
     when a stop string matched; the caller then cancels the engine's request. Without a tokenizer there is no text.
+    `always_shown` are special tokens that are in the text even where `sampling` leaves them out.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, prompt_ids: Sequence[int], sampling: SamplingParams):
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        always_shown: Collection[int] = (),
+    ):
         self._tokenizer = tokenizer
         self._sampling = sampling
         self._detokenizer = None
         if tokenizer is not None:
-            self._detokenizer = Detokenizer(tokenizer, prompt_ids, skip_special_tokens=sampling.skip_special_tokens)
+            self._detokenizer = Detokenizer(
+                tokenizer,
+                prompt_ids,
+                skip_special_tokens=sampling.skip_special_tokens,
+                always_shown=always_shown,
+            )
         self._matcher = StopMatcher(sampling.stop, include=sampling.include_stop_str_in_output)
         self._special_stops = special_stops(sampling.stop, tokenizer)
         self._is_plain = not sampling.stop and sampling.logprobs is None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import tokenizers
@@ -128,6 +128,11 @@ class Tokenizer:
     def special_id(self, text: str) -> int | None:
         """The id of the added or special token whose text is exactly `text`."""
         return self._added.get(text)
+
+    @property
+    def added_texts(self) -> Sequence[str]:
+        """The texts of all added and special tokens, each of which `encode` makes one token wherever it stands."""
+        return tuple(self._added)
 
     def is_special(self, id: int) -> bool:
         """Whether `skip_special_tokens` leaves this token out."""

@@ -21,7 +21,7 @@ from pallas_kernels.delta_rule.chunks import CHUNK, Chunks
 from pallas_kernels.delta_rule.triton_decode import softplus
 from pallas_kernels.delta_rule.triton_states import outputs_of_tokens, states_of_chunks
 from pallas_kernels.dispatch import Target
-from pallas_kernels.triton_call import INTERPRETING, launch
+from pallas_kernels.triton_call import INTERPRETING, SHARED_KIB, launch
 
 if TYPE_CHECKING:
     from pallas_kernels.delta_rule.api import DeltaPools, DeltaWeights, SlotRows
@@ -73,7 +73,7 @@ def run_rows(
     how = {"target": target, "tuning": tuning}
     prepared = prepare(x, weights, pools, layer, rows, chunks, **how)
     states, written = states_before(x, prepared, pools, layer, rows, chunks, **how)
-    tokens = written.shape[0]
+    tokens, block = written.shape[0], min(tuning.output_block, prepared.k.shape[2])
     (out,) = launch(
         outputs_of_tokens,
         [
@@ -87,11 +87,11 @@ def run_rows(
             "EPS": eps,
             "TOKENS": tokens,
             "CHUNKS": chunks.row.shape[0],
-            "BLOCK": min(tuning.output_block, prepared.k.shape[2]),
+            "BLOCK": block,
         },
         target=target,
         num_warps=tuning.output_warps,
-        num_stages=tuning.output_stages,
+        num_stages=_stages(tuning.output_stages, block * (2 * CHUNK + written.shape[3]), target),
     )
     return out
 
@@ -166,9 +166,15 @@ def states_before(
         constants={**_sizes(pools), "SLOTS": pools.state.shape[1], "BLOCK": block, "ROWS_AT_ONCE": rows_at_once},
         target=target,
         num_warps=tuning.state_warps,
-        num_stages=tuning.state_stages,
+        num_stages=_stages(tuning.state_stages, CHUNK * (2 * state[-2] + block), target),
     )
     return before, written
+
+
+def _stages(wanted: int, numbers: int, target: Target) -> int:
+    """How many rounds of so many 16-bit numbers may be on their way at a time, `wanted` at most."""
+    room = (SHARED_KIB.get(target.compute_capability, 99) - 16) * 2**10  # 16 KiB for what a round makes itself
+    return max(1, min(wanted, room // (2 * numbers)))
 
 
 def _sizes(pools: DeltaPools) -> dict[str, int]:

@@ -133,11 +133,11 @@ def _one_token(
     row = tl.program_id(1).to(tl.int64)
     blocks = tl.arange(0, BLOCKS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     out = out_ptr + ((row * HEADS + head) * GROUP + g) * DV + blocks
+    layer = tl.load(layer_ptr).to(tl.int64)
+    slot = tl.load(slot_ptr + row).to(tl.int64)
+    token = tl.load(query_start_ptr + row).to(tl.int64)
+    position = tl.load(context_len_ptr + row)
     if tl.load(query_len_ptr + row) == 1:
-        layer = tl.load(layer_ptr).to(tl.int64)
-        slot = tl.load(slot_ptr + row).to(tl.int64)
-        token = tl.load(query_start_ptr + row).to(tl.int64)
-        position = tl.load(context_len_ptr + row)
         i = tl.arange(0, DK)
         e = tl.arange(0, BLOCK)
         place = layer * SLOTS + slot

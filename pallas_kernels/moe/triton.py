@@ -1,7 +1,7 @@
 """Layers of experts in Triton kernels that read every expert once, however many tokens chose it. GPUs from Ampere on.
 
 Few tokens go to their experts choice by choice: four kernels. More are sorted by expert first, and a program computes
-a block of an expert's tokens: six kernels, two more for many tokens.
+a block of an expert's tokens: four kernels up to 16 tokens, eight for many.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import jax
 
 from pallas_kernels.dispatch import Target
 from pallas_kernels.moe import triton_few, triton_grouped
-from pallas_kernels.moe.triton_routing import choose, sort
+from pallas_kernels.moe.triton_routing import choose
+from pallas_kernels.moe.triton_sort import choose_and_sort
 from pallas_kernels.triton_call import check_dtypes
 
 if TYPE_CHECKING:
@@ -26,14 +27,14 @@ MAX_FEW = 4
 class Tilings(NamedTuple):
     """How a call is cut into programs."""
 
-    few: triton_few.Tiling | None
+    few: triton_few.Tilings | None
     """None where tokens are sorted by expert."""
     grouped: triton_grouped.Tilings
 
 
 def tile(tokens: int, top_k: int, num_experts: int, target: Target) -> Tilings:
     """The tilings of a call, of `num_experts` of all devices."""
-    few = triton_few.TILING if tokens <= MAX_FEW else None
+    few = triton_few.TILINGS if tokens <= MAX_FEW else None
     return Tilings(few, triton_grouped.tile(tokens * top_k / num_experts, target))
 
 
@@ -57,9 +58,11 @@ def run(
     tokens, num_here = x.shape[0], experts.gate_up.shape[1]
     few, grouped = tilings or tile(tokens, top_k, experts.router.shape[1], target)
     how = {"norm": norm, "top_k": top_k, "renormalise": renormalise, "valid": valid, "counters": counters}
-    chosen = choose(x, experts.router, layer, target=target, **how)
     if few is not None:
-        return triton_few.run(chosen, experts, layer, first_expert, residual, tiling=few, target=target)
-    blocks = sort(chosen.expert, first_expert, num_here=num_here, rows=grouped.gate_up.rows, target=target)
+        chosen = choose(x, experts.router, layer, target=target, **how)
+        return triton_few.run(chosen, experts, layer, first_expert, residual, tilings=few, target=target)
+    how |= {"first_expert": first_expert, "num_here": num_here, "rows": grouped.gate_up.rows}
+    chosen, blocks = choose_and_sort(x, experts.router, layer, target=target, **how)
     places = layer, first_expert
-    return triton_grouped.run(chosen, blocks, experts, places, residual, tilings=grouped, target=target)
+    tiled = {"counters": counters, "tilings": grouped, "target": target}
+    return triton_grouped.run(chosen, blocks, experts, places, residual, **tiled)

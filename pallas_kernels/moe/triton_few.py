@@ -18,17 +18,22 @@ if TYPE_CHECKING:
 
 
 class Tiling(NamedTuple):
-    """How both products are cut into programs."""
+    """How a product is cut into programs."""
 
-    gate_rows: int  # rows of the gate, and as many of what it lets through, per program
-    gate_depth: int  # columns of these, per round
-    down_rows: int
-    down_depth: int
-    unroll: int = 4  # rounds whose loads are under way at the same time
-    num_warps: int = 4
+    out: int  # rows of an expert's weight, per program; of the gate, and as many of what it lets through
+    depth: int  # columns of these, per round
+    unroll: int  # rounds whose loads are under way at the same time
+    num_warps: int
 
 
-TILING = Tiling(gate_rows=4, gate_depth=512, down_rows=8, down_depth=256)
+class Tilings(NamedTuple):
+    """Of the two products."""
+
+    gate_up: Tiling
+    down: Tiling
+
+
+TILINGS = Tilings(gate_up=Tiling(4, 512, 4, 4), down=Tiling(8, 256, 6, 4))
 
 
 def run(
@@ -38,36 +43,36 @@ def run(
     first_expert: jax.Array,
     residual: jax.Array | None,
     *,
-    tiling: Tiling,
+    tilings: Tilings,
     target: Target,
 ) -> jax.Array:
     """What `api.moe` returns, after the choice."""
     (tokens, top_k), (_, num_here, depth, width) = chosen.expert.shape, experts.down.shape
     places, constants = [layer.reshape(1), first_expert.reshape(1)], {"HERE": num_here, "TOP_K": top_k}
-    how = {"target": target, "num_warps": tiling.num_warps}
+    gate_up, down = tilings
     (inner,) = launch(
         _gate_up,
         [chosen.h, experts.gate_up, chosen.expert, *places],
         [jax.ShapeDtypeStruct((tokens * top_k, width), jnp.float32)],
-        grid=(tokens * top_k, triton.cdiv(width, tiling.gate_rows)),
-        constants=constants | {"N": width, "K": depth, **_blocks(tiling.gate_rows, tiling.gate_depth, tiling)},
-        **how,
+        grid=(tokens * top_k, triton.cdiv(width, gate_up.out)),
+        constants=constants | {"N": width, "K": depth} | _blocks(gate_up),
+        target=target,
+        num_warps=gate_up.num_warps,
     )
     (out,) = launch(
         _down,
         [inner, experts.down, chosen.expert, chosen.weight, *places, chosen.h if residual is None else residual],
         [jax.ShapeDtypeStruct((tokens, depth), chosen.h.dtype)],
-        grid=(tokens, triton.cdiv(depth, tiling.down_rows)),
-        constants=constants
-        | {"N": depth, "K": width, "RESIDUAL": residual is not None}
-        | _blocks(tiling.down_rows, tiling.down_depth, tiling),
-        **how,
+        grid=(tokens, triton.cdiv(depth, down.out)),
+        constants=constants | {"N": depth, "K": width, "RESIDUAL": residual is not None} | _blocks(down),
+        target=target,
+        num_warps=down.num_warps,
     )
     return out
 
 
-def _blocks(rows: int, depth: int, tiling: Tiling) -> dict[str, int]:
-    return {"BLOCK_N": rows, "BLOCK_K": depth, "UNROLL": tiling.unroll}
+def _blocks(tiling: Tiling) -> dict[str, int]:
+    return {"BLOCK_N": tiling.out, "BLOCK_K": tiling.depth, "UNROLL": tiling.unroll}
 
 
 @triton.jit

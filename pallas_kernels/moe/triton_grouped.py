@@ -14,10 +14,15 @@ from pallas_kernels.triton_call import launch, shared_bytes
 
 if TYPE_CHECKING:
     from pallas_kernels.moe.api import Experts
-    from pallas_kernels.moe.triton_routing import Blocks, Chosen
+    from pallas_kernels.moe.triton_routing import Chosen
+    from pallas_kernels.moe.triton_sort import Blocks
 
 MAX_FLOAT32 = 256
 """Tokens whose experts' results are kept in float32 until they are summed: 64 KB a token of eight times 2,048."""
+
+
+MAX_TOGETHER = 16
+"""Tokens whose sums are made by the last programs of the last product, rather than by a kernel of their own."""
 
 
 class Tiling(NamedTuple):
@@ -65,6 +70,7 @@ def run(
     places: tuple[jax.Array, jax.Array],
     residual: jax.Array | None,
     *,
+    counters: jax.Ref | None,
     tilings: Tilings,
     target: Target,
 ) -> jax.Array:
@@ -72,36 +78,45 @@ def run(
     (tokens, top_k), (_, num_here, depth, width) = chosen.expert.shape, experts.down.shape
     layer, first_expert = (place.reshape(1) for place in places)
     pairs, dtype = tokens * top_k, chosen.h.dtype
-    constants = {"HERE": num_here, "TOP_K": top_k}
+    y_dtype = jnp.float32 if tokens <= MAX_FLOAT32 else dtype
+    tiles = triton.cdiv(depth, tilings.down.out)
+    together = tokens <= MAX_TOGETHER and counters is not None and counters.shape[0] >= tiles
+    to_sum = [chosen.expert, chosen.weight, first_expert, chosen.h if residual is None else residual]
+    summing = {"HERE": num_here, "TOP_K": top_k, "RESIDUAL": residual is not None}
+    out = jax.ShapeDtypeStruct((tokens, depth), dtype)
 
-    def product(x: jax.Array, weight: jax.Array, out: jax.ShapeDtypeStruct, tiling: Tiling, *, gated: bool):
-        sizes = {"N": out.shape[1], "K": x.shape[1], "GATED": gated}
+    def product(x: jax.Array, weight: jax.Array, y: jax.ShapeDtypeStruct, tiling: Tiling, **kind: bool):
+        sizes = {"N": y.shape[1], "K": x.shape[1], "TOKENS": tokens if kind["SUM"] else 0}
         how = {"ROWS": tiling.rows, "BLOCK_N": tiling.out, "BLOCK_K": tiling.depth}
         return launch(
             _product,
-            [x, weight, layer, *blocks],
-            [out],
-            grid=(blocks.expert.shape[0] * triton.cdiv(out.shape[1], tiling.out),),
-            constants=constants | sizes | how,
+            [x, weight, layer, *blocks, *to_sum],
+            [y, out if kind["SUM"] else jax.ShapeDtypeStruct((1, 1), dtype)],
+            in_place=[jax.new_ref(jnp.zeros(1, jnp.int32)) if counters is None else counters],
+            grid=(blocks.expert.shape[0] * triton.cdiv(y.shape[1], tiling.out),),
+            constants=summing | sizes | kind | how,
             target=target,
             num_warps=tiling.num_warps,
             num_stages=tiling.num_stages,
-        )[0]
+        )
 
-    inner = product(chosen.h, experts.gate_up, jax.ShapeDtypeStruct((pairs, width), dtype), tilings.gate_up, gated=True)
-    y_dtype = jnp.float32 if tokens <= MAX_FLOAT32 else dtype
-    y = product(inner, experts.down, jax.ShapeDtypeStruct((pairs, depth), y_dtype), tilings.down, gated=False)
+    inner = jax.ShapeDtypeStruct((pairs, width), dtype)
+    inner, _ = product(chosen.h, experts.gate_up, inner, tilings.gate_up, GATED=True, SUM=False)
+    y = jax.ShapeDtypeStruct((pairs, depth), y_dtype)
+    y, found = product(inner, experts.down, y, tilings.down, GATED=False, SUM=together)
+    if together:
+        return found
     block = min(triton.next_power_of_2(depth), 256 if tokens <= MAX_FLOAT32 else 2048)
-    (out,) = launch(
+    (found,) = launch(
         _sum,
-        [y, chosen.expert, chosen.weight, first_expert, chosen.h if residual is None else residual],
-        [jax.ShapeDtypeStruct((tokens, depth), dtype)],
+        [y, *to_sum],
+        [out],
         grid=(tokens, triton.cdiv(depth, block)),
-        constants=constants | {"N": depth, "RESIDUAL": residual is not None, "BLOCK_N": block},
+        constants=summing | {"N": depth, "BLOCK_N": block},
         target=target,
         num_warps=4 if block > 256 else 1,
     )
-    return out
+    return found
 
 
 @triton.jit
@@ -114,12 +129,21 @@ def _product(
     block_start_ptr,
     block_stop_ptr,
     num_blocks_ptr,
+    expert_ptr,
+    share_ptr,
+    first_ptr,
+    residual_ptr,
+    counters_ptr,
+    y_ptr,
     out_ptr,
     HERE: tl.constexpr,
     TOP_K: tl.constexpr,
+    RESIDUAL: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
+    TOKENS: tl.constexpr,
     GATED: tl.constexpr,
+    SUM: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -128,20 +152,24 @@ def _product(
 
     GATED: from tokens to sorted choices; else from sorted choices to their places in [T, k]. Of few rows the weight is
     the side that fills the tensor cores. Programs that read the same rows follow one another, and so do an expert's.
+    SUM: the last program to arrive of those with the same outputs sums each token's choices, as _sum does.
     """
     TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     TURNED: tl.constexpr = ROWS < 64
     PARTS: tl.constexpr = 2 if GATED else 1
     block = tl.program_id(0) // TILES
-    if block >= tl.load(num_blocks_ptr):
+    tile = tl.program_id(0) % TILES
+    num_blocks = tl.load(num_blocks_ptr)
+    if block >= (tl.maximum(num_blocks, 1) if SUM else num_blocks):
         return
     layer = tl.load(layer_ptr).to(tl.int64)
-    expert = tl.load(block_expert_ptr + block)
-    m = tl.load(block_start_ptr + block) + tl.arange(0, ROWS)
-    real = m < tl.load(block_stop_ptr + block)
+    there = block < num_blocks  # with sums to make, the first block is computed though it be of no rows
+    expert = tl.load(block_expert_ptr + block, mask=there, other=0)
+    m = tl.load(block_start_ptr + block, mask=there, other=0) + tl.arange(0, ROWS)
+    real = m < tl.load(block_stop_ptr + block, mask=there, other=0)
     pair = tl.load(order_ptr + m, mask=real, other=0)
     source = pair // TOP_K if GATED else m
-    n = tl.program_id(0) % TILES * BLOCK_N + tl.arange(0, BLOCK_N)
+    n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     xs = x_ptr + source.to(tl.int64)[:, None] * K + k[None, :]
     weights = weight_ptr + (layer * HERE + expert) * (PARTS * N * K) + n[:, None] * K + k[None, :]
@@ -176,11 +204,34 @@ def _product(
     if GATED:
         acc = acc * tl.sigmoid(acc) * up
     to = (m if GATED else pair).to(tl.int64) * N
-    y = acc.to(out_ptr.dtype.element_ty)
+    y = acc.to(y_ptr.dtype.element_ty)
     if TURNED:
-        tl.store(out_ptr + to[None, :] + n[:, None], y, mask=real[None, :] & (n < N)[:, None])
+        tl.store(y_ptr + to[None, :] + n[:, None], y, mask=real[None, :] & (n < N)[:, None])
     else:
-        tl.store(out_ptr + to[:, None] + n[None, :], y, mask=real[:, None] & (n < N)[None, :])
+        tl.store(y_ptr + to[:, None] + n[None, :], y, mask=real[:, None] & (n < N)[None, :])
+    if SUM:
+        tl.debug_barrier()
+        arrived = tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel")
+        if arrived == tl.maximum(num_blocks, 1) - 1:
+            tl.store(counters_ptr + tile, 0)
+            first = tl.load(first_ptr)
+            for start in range(0, TOKENS, 4):
+                token = (start + tl.arange(0, 4)).to(tl.int64)
+                _sum_choices(
+                    y_ptr,
+                    expert_ptr,
+                    share_ptr,
+                    first,
+                    residual_ptr,
+                    out_ptr,
+                    token,
+                    n,
+                    HERE,
+                    TOP_K,
+                    RESIDUAL,
+                    N,
+                    TOKENS,
+                )
 
 
 @triton.jit
@@ -193,21 +244,48 @@ def _sum(
     out_ptr,
     HERE: tl.constexpr,
     TOP_K: tl.constexpr,
-    N: tl.constexpr,
     RESIDUAL: tl.constexpr,
+    N: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """BLOCK_N outputs of one token: the sum over its choices, in their order. Others' were not written."""
-    token = tl.program_id(0).to(tl.int64)
+    """BLOCK_N outputs of one token."""
+    token = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     first = tl.load(first_ptr)
-    total = tl.zeros([BLOCK_N], tl.float32)
+    _sum_choices(
+        y_ptr, expert_ptr, share_ptr, first, residual_ptr, out_ptr, token, n, HERE, TOP_K, RESIDUAL, N, 2**31 - 1
+    )
+
+
+@triton.jit
+def _sum_choices(
+    y_ptr,
+    expert_ptr,
+    share_ptr,
+    first,
+    residual_ptr,
+    out_ptr,
+    token,
+    n,
+    HERE: tl.constexpr,
+    TOP_K: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    N: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """Outputs n of tokens: the sum over a token's choices, in their order. Others' were not written."""
+    inside = (token < TOKENS)[:, None] & (n < N)[None, :]
+    total = tl.zeros_like(token).to(tl.float32)[:, None] + tl.zeros_like(n).to(tl.float32)[None, :]
     for i in tl.static_range(TOP_K):
         pair = token * TOP_K + i
-        expert = tl.load(expert_ptr + pair) - first
-        here = (expert >= 0) & (expert < HERE)
-        y = tl.load(y_ptr + pair * N + n, mask=(n < N) & here, other=0.0).to(tl.float32)
-        total += y * tl.where(here, tl.load(share_ptr + pair), 0.0)
+        expert = tl.load(expert_ptr + pair, mask=token < TOKENS, other=-1) - first
+        here = (token < TOKENS) & (expert >= 0) & (expert < HERE)
+        share = tl.load(share_ptr + pair, mask=here, other=0.0)
+        # Past the L1 cache, which does not see what other multiprocessors wrote.
+        y_at = y_ptr + pair[:, None] * N + n[None, :]
+        y = tl.load(y_at, mask=inside & here[:, None], other=0.0, cache_modifier=".cg")
+        total += y.to(tl.float32) * share[:, None]
+    at = token[:, None] * N + n[None, :]
     if RESIDUAL:
-        total += tl.load(residual_ptr + token * N + n, mask=n < N, other=0.0).to(tl.float32)
-    tl.store(out_ptr + token * N + n, total.to(out_ptr.dtype.element_ty), mask=n < N)
+        total += tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=inside)

@@ -14,6 +14,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from jaxinfer.api import LLM
 from jaxinfer.text.chat_template import ChatTemplate
+from jaxinfer.text.control_tokens import ControlTokens
 from jaxinfer.text.output import OutputLogprob
 from jaxinfer.types import FinishReason, InvalidRequest, SamplingParams, UnknownSession
 
@@ -280,6 +281,7 @@ def test_chat_needs_a_template_and_uses_the_one_there_is(llm, monkeypatch):
         llm.chat(messages)
     source = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{{ mark }}"
     monkeypatch.setattr(llm, "_template", ChatTemplate.from_config({"chat_template": source}))
+    monkeypatch.setattr(llm, "_control_tokens", ControlTokens(llm.tokenizer, source))
     expected = alone(llm, "user: Hi\n>")
     assert only(llm.chat(messages, GREEDY, mark=">")) == expected
     assert [only([output]) for output in llm.chat([messages, messages], GREEDY, mark=">")] == [expected] * 2

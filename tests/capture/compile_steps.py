@@ -2,7 +2,7 @@
 
 Runs in an environment of its own (the extra `capture`), since the CUDA plugin must not be installed beside the tests:
 
-    JAX_PLATFORMS=cpu XLA_FLAGS=--xla_dump_to=FOLDER python compile_steps.py TARGET_CONFIG FOLDER
+    JAX_PLATFORMS=cpu XLA_FLAGS=--xla_dump_to=FOLDER python compile_steps.py TARGET_CONFIG FOLDER MODEL
 """
 
 import contextlib
@@ -16,9 +16,9 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -46,18 +46,68 @@ QWEN3_4B = {
     "max_position_embeddings": 40960,
     "tie_word_embeddings": True,
 }
+QWEN3_30B_A3B = {
+    **QWEN3_4B,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "tie_word_embeddings": False,
+}
+QWEN3_5_4B = {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "hidden_size": 2560,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "intermediate_size": 9216,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "vocab_size": 248320,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+    "max_position_embeddings": 262144,
+    "tie_word_embeddings": True,
+}
+QWEN3_5_35B_A3B = {
+    **QWEN3_5_4B,
+    "architectures": ["Qwen3_5MoeForCausalLM"],
+    "hidden_size": 2048,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 2,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "tie_word_embeddings": False,
+}
 LONG_TOKENS = 200_000
 """On the host: 29 GB. The target description knows of no host memory, so here these arrays are the device's."""
 BUCKETS = (Bucket(True, 1, 1), Bucket(True, 64, 64), Bucket(False, 256, 8))
+LARGE = (*BUCKETS[:2], Bucket(False, 8192, 8))
+MODELS = {
+    "qwen3-4b": (QWEN3_4B, BUCKETS),
+    "qwen3-30b-a3b": (QWEN3_30B_A3B, LARGE),
+    "qwen3.5-4b": (QWEN3_5_4B, LARGE),
+    "qwen3.5-35b-a3b": (QWEN3_5_35B_A3B, LARGE),
+}
+"""Configs, and the steps that are compiled of each."""
 
 
-def make_builder(target: str) -> StepBuilder:
+def make_builder(target: str, config: Mapping[str, Any], buckets: tuple[Bucket, ...]) -> StepBuilder:
     topology = topologies.get_topology_desc(
         platform="cuda", topology_name="h200", target_config=target, topology="1x1x1"
     )
-    model = registry.from_config(QWEN3_4B)
+    model = registry.from_config(config)
     shape = StateShape(
         cache=model.cache,
+        recurrent=model.recurrent,
         num_pages=4000,
         page_size=16,
         num_slots=64,
@@ -66,7 +116,7 @@ def make_builder(target: str) -> StepBuilder:
         dtype=jnp.dtype("bfloat16"),
     )
     mesh = topologies.make_mesh(topology, (1,), (rules.TENSOR,))
-    return StepBuilder(model=model, shape=shape, vocab_size=model.vocab_rows - 267, mesh=mesh, buckets=BUCKETS)
+    return StepBuilder(model=model, shape=shape, vocab_size=model.vocab_rows - 267, mesh=mesh, buckets=buckets)
 
 
 class Thunk(NamedTuple):
@@ -171,21 +221,23 @@ def facts(builder: StepBuilder, lower: Callable[[], jax.stages.Lowered], dump: s
 
 
 def main() -> None:
-    target, dump = sys.argv[1:]
-    builder = make_builder(Path(target).read_text())
+    target, dump, name = sys.argv[1:]
+    config, buckets = MODELS[name]
+    builder = make_builder(Path(target).read_text(), config, buckets)
     shardings = rules.shardings(builder.model.specs, builder.mesh)
     params = {
         name: jax.ShapeDtypeStruct(spec.array_shape, jnp.bfloat16, sharding=shardings[name])
         for name, spec in builder.model.specs.items()
     }
     with jax.set_mesh(builder.mesh):
-        lower = {str(bucket): functools.partial(lower_step, builder, params, bucket) for bucket in BUCKETS}
+        lower = {str(bucket): functools.partial(lower_step, builder, params, bucket) for bucket in buckets}
         lower["sampler"] = functools.partial(lower_sampler, builder, 64)
         found = {name: facts(builder, how, dump, captured=True) for name, how in lower.items()}
-        longer = dataclasses.replace(builder, long=LongContext.of("gpu", LONG_TOKENS))
-        for size in longer.long.sizes:
-            how = functools.partial(lower_long, longer, params, size)
-            found[f"long {size} tokens"] = facts(longer, how, dump, captured=False)
+        if config is QWEN3_4B:
+            longer = dataclasses.replace(builder, long=LongContext.of("gpu", LONG_TOKENS))
+            for size in longer.long.sizes:
+                how = functools.partial(lower_long, longer, params, size)
+                found[f"long {size} tokens"] = facts(longer, how, dump, captured=False)
         found["set_up_prefix"] = facts(builder, lambda: lower_small(builder)["set_up_prefix"], dump, captured=False)
     print(json.dumps({"state_leaves": len(jax.tree.leaves(builder.abstract_state)), "programs": found}))
 

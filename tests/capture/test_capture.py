@@ -4,6 +4,7 @@ import pytest
 
 from tests.capture import environment
 
+SCRIPT = "tests/capture/compile_steps.py"
 MAX_TEMP_MB = {"decode 1 rows": 4, "decode 64 rows": 32, "mixed 256 tokens, 8 rows": 96}
 """The largest weight is the embedding, 778 MB; a layer's slice of all weights is 200 MB; the cache is 9.4 GB."""
 MAX_KERNELS = {"decode 1 rows": 8, "decode 64 rows": 11, "mixed 256 tokens, 8 rows": 11}
@@ -22,7 +23,7 @@ pytestmark = [pytest.mark.long, pytest.mark.capture, pytest.mark.timeout(900)]
 def compiled(tmp_path_factory):
     dump = tmp_path_factory.mktemp("xla")
     flags = f"--xla_dump_to={dump}"
-    return environment.run("tests/capture/compile_steps.py", environment.H200, dump, timeout_s=900, XLA_FLAGS=flags)
+    return environment.run(SCRIPT, environment.H200, dump, "qwen3-4b", timeout_s=900, XLA_FLAGS=flags)
 
 
 @of_every_program

@@ -21,10 +21,10 @@ ANY_PORT = ServerConfig(port=0)
 class Server:
     """The server under test, and short ways to ask it."""
 
-    def __init__(self, engine, tokenizer, template, config=ANY_PORT, **limits):
+    def __init__(self, engine, tokenizer, template, config=ANY_PORT, responses=None, **limits):
         self.engine = engine
         self.tokenizer = tokenizer
-        self.app = create_app(engine, tokenizer, template, config)
+        self.app = create_app(engine, tokenizer, template, config, responses=responses)
         sock = bind("127.0.0.1", 0)
         self.thread = ServerThread(url_of(sock), in_this_process(self.app, sock, **limits)).start()
         self.url = self.thread.url

@@ -2,9 +2,11 @@
 
 import threading
 
+import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from jaxinfer.http.counters import Counters
 from tests.http.conftest import wait_for
 
 NAMES = {
@@ -21,6 +23,17 @@ NAMES = {
     "time_to_first_token_seconds": "histogram",
     "inter_token_latency_seconds": "histogram",
     "e2e_request_latency_seconds": "histogram",
+    "request_decode_time_seconds": "histogram",
+    "request_prompt_tokens": "histogram",
+    "request_generation_tokens": "histogram",
+    "request_params_max_tokens": "histogram",
+    "request_params_n": "histogram",
+    "cache_config_info": "gauge",
+}
+VLLM_ONLY = {
+    "gpu_cache_usage_perc": "gauge",
+    "time_per_output_token_seconds": "histogram",
+    "request_max_num_generation_tokens": "histogram",
 }
 
 
@@ -56,6 +69,7 @@ def test_metrics_are_prometheus_text_with_every_name_in_both_sets(server):
     found = families(server)
     for prefix in ("jaxinfer:", "vllm:"):
         assert {name: found[prefix + name].type for name in NAMES} == NAMES
+    assert {name: found["vllm:" + name].type for name in VLLM_ONLY} == VLLM_ONLY
     assert found["jaxinfer:xla_compilations_after_ready"].type == "counter"
     assert found["jaxinfer:prefix_cache_evictions"].type == "counter"
     assert found["jaxinfer:prefix_cache_pages"].type == "gauge"
@@ -166,3 +180,76 @@ def test_engine_that_gives_no_answer_leaves_the_metrics_of_the_last_scrape(serve
     reply = server.http.get("/metrics")
     assert reply.status_code == 200
     assert before[0] in reply.text
+
+
+def test_lengths_limits_and_choices_of_requests_are_counted(server):
+    """B10."""
+
+    def sums():
+        names = ("request_prompt_tokens", "request_generation_tokens", "request_params_max_tokens", "request_params_n")
+        return [value(server, f"vllm:{name}_{end}") for name in names for end in ("sum", "count")]
+
+    before = sums()
+    server.complete(prompt=[5] * 7, n=2, max_tokens=9)
+    assert [a - b for a, b in zip(sums(), before, strict=True)] == [14, 2, 18, 2, 18, 2, 2, 1]
+
+
+def test_aborted_and_failed_sequences_are_in_no_latency_and_no_length(server, engine):
+    """B9.3."""
+
+    def counts():
+        names = ("e2e_request_latency_seconds", "request_decode_time_seconds", "request_prompt_tokens")
+        return [value(server, f"vllm:{name}_count") for name in names]
+
+    before = counts()
+    engine.fail_after = 2
+    assert server.complete().status_code == 500
+    assert counts() == before
+
+
+def test_cache_is_described_by_labels(server):
+    """B10."""
+    labels = {"block_size": "16", "num_gpu_blocks": "8", "num_cpu_blocks": "0", "enable_prefix_caching": "False"}
+    for prefix in ("jaxinfer:", "vllm:"):
+        assert value(server, prefix + "cache_config_info", **labels) == 1
+
+
+def test_http_requests_are_counted_by_address_method_and_status(own_server):
+    """B10."""
+    server = own_server()
+    server.complete()
+    server.complete(temperature=-1)
+    server.http.delete("/v1/completions")
+    server.http.get("/v1/models/models/fake")
+    server.http.get("/a")
+    server.http.get("/b")
+    server.http.put("/a")
+
+    def count(handler, method, status):
+        return value(server, "http_requests_total", handler=handler, method=method, status=status)
+
+    wait_for(lambda: value(server, "http_request_duration_seconds_count", handler="other") == 3)
+    assert count("/v1/completions", "POST", "2xx") == count("/v1/completions", "POST", "4xx") == 1
+    assert count("/v1/completions", "DELETE", "4xx") == count("/v1/models/", "GET", "2xx") == 1
+    assert (count("other", "GET", "4xx"), count("other", "other", "4xx")) == (2, 1)
+    assert value(server, "http_request_duration_seconds_count", handler="/v1/completions") == 3
+
+
+def test_client_that_leaves_before_there_is_a_status_is_counted_as_gone(own_server):
+    """B10."""
+    server = own_server()
+    server.engine.gate.clear()
+    with pytest.raises(httpx.ReadTimeout):
+        server.http.post("/v1/completions", json={"prompt": "a"}, timeout=0.1)
+    wait_for(lambda: not server.engine.running)
+    server.engine.gate.set()
+    name = {"handler": "/v1/completions", "method": "POST", "status": "gone"}
+    wait_for(lambda: 'status="gone"' in server.metrics())
+    assert value(server, "http_requests_total", **name) == 1
+
+
+def test_who_takes_more_cells_than_there_are_is_told_at_once():
+    counters = Counters()
+    counters.take(Counters.NUM_CELLS)
+    with pytest.raises(ValueError, match="1025 cells are taken; a front end has 1024"):
+        counters.take(1)

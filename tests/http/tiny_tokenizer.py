@@ -13,17 +13,17 @@ TEMPLATE = (
 )
 
 
-def make_tokenizer():
+def make_tokenizer(template=TEMPLATE, *, added=(), special=()):
     """Byte-level BPE whose post-processor puts a beginning-of-sequence token in front."""
     library = tokenizers.Tokenizer(models.BPE())
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = decoders.ByteLevel()
-    special = ["<|bos|>", "<|eos|>", "<|im_start|>", "<|im_end|>"]
+    first = ["<|bos|>", "<|eos|>", "<|im_start|>", "<|im_end|>"]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=320, initial_alphabet=alphabet, special_tokens=special, show_progress=False
-    )
+    trainer = trainers.BpeTrainer(vocab_size=320, initial_alphabet=alphabet, special_tokens=first, show_progress=False)
     library.train_from_iterator(CORPUS, trainer)
+    library.add_tokens(list(added))
+    library.add_special_tokens(list(special))
     library.post_processor = processors.TemplateProcessing(single="<|bos|> $A", special_tokens=[("<|bos|>", 0)])
-    config = {"bos_token": "<|bos|>", "eos_token": "<|eos|>", "chat_template": TEMPLATE}
+    config = {"bos_token": "<|bos|>", "eos_token": "<|eos|>", "chat_template": template}
     return Tokenizer(library.to_str(), config), config

@@ -79,13 +79,15 @@ def facts(mesh: jax.sharding.Mesh, model: Model, tokens: int, dump: str) -> dict
     compiled = lowered.compile(compiler_options=GPU_OPTIONS)
     (listing,) = glob.glob(f"{dump}/*thunk_sequence_after_thunk_passes*")
     text = Path(listing).read_text()
+    body = [thunk for thunk in read_thunks(text) if thunk.part == "body"]
     return {
         "top_level": [re.search(r"\bk[A-Z]\w+", line)[0] for line in text.splitlines() if re.match(r"\d+:", line)],
         "kernels_in_loop": [
             f"{thunk.kind} {thunk.label}"
-            for thunk in read_thunks(text)
-            if thunk.part == "body" and thunk.kind != "kDynamicSliceFusion" and "Copy" not in thunk.kind
+            for thunk in body
+            if thunk.kind != "kDynamicSliceFusion" and "Copy" not in thunk.kind
         ],
+        "copies_in_loop": sum("Copy" in thunk.kind for thunk in body),
         "temp_bytes": compiled.memory_analysis().temp_size_in_bytes,
         "kernels": {kernel.name: [spilled_bytes(kernel.ptx), kernel.shared_bytes] for kernel in kernels},
     }

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.delta_rule import api as delta_api
 from pallas_kernels.dispatch import CPU, Target
 from pallas_kernels.kv_write import api as kv_write_api
 from pallas_kernels.linear import api as linear_api
@@ -131,6 +132,15 @@ REFUSED = (
         ({"target": AMPERE}, "compute_capability=.*; it needs compute capability 90"),
         ({"target": CPU}, "the target is a cpu"),
     ),
+    *refused(
+        "delta_rule",
+        "triton",
+        ({"dtype": FULL}, NARROW_ONLY),
+        ({"key_width": 96}, "keys are 96 wide; it takes powers of two from 16 to 256"),
+        ({"key_width": 512}, "keys are 512 wide; it takes powers of two from 16 to 256"),
+        ({"value_width": 8}, "values are 8 wide; it takes powers of two from 16 to 256"),
+        ({"target": CPU}, "the target is a cpu"),
+    ),
 )
 
 EVERY_GPU = (
@@ -144,6 +154,9 @@ EVERY_GPU = (
     Call("paged_attention", "triton", {"width": 256, "max_query_len": 1, "tokens": NUM_ROWS}),
     Call("decode_attention", "triton", {"width": 64}),
     Call("decode_attention", "triton", {"width": 128}),
+    Call("delta_rule", "triton", {"tokens": NUM_ROWS, "max_query_len": 1}),
+    Call("delta_rule", "triton", {}),
+    Call("delta_rule", "triton", {"key_width": 16, "value_width": 16, "group": 3}),
 )
 TAKEN = (
     *(
@@ -156,6 +169,8 @@ TAKEN = (
     Call("decode_attention", "triton", {"width": 256, "target": AMPERE}),
     Call("decode_attention", "triton", {"width": 256, "target": HOPPER}),
     Call("paged_attention", "mosaic_gpu", {}),
+    *(Call("delta_rule", "triton", {"key_width": width, "value_width": 256}) for width in (16, 256)),
+    Call("delta_rule", "triton", {"key_width": 256, "value_width": 32, "target": AMPERE}),
     # Contexts of up to 1,024, 8,192 and 131,072 tokens: in 4, 32 and 128 parts.
     *(Call("paged_attention", "triton", {"table_width": width}) for width in (64, 512, 8192)),
     *(Call("decode_attention", "triton", {"table_width": width}) for width in (64, 512, 8192)),
@@ -253,12 +268,39 @@ def trace_decode_attention(
     )
 
 
+def trace_delta_rule(
+    *, tokens=130, group=2, key_width=128, value_width=128, max_query_len=130, dtype=HALF, target=HOPPER
+) -> None:
+    channels = 2 * key_width + group * value_width
+    heads = NUM_KV_HEADS, group
+
+    def call(x, weights, state, conv, rows, layer):
+        pools = delta_api.DeltaPools(jax.new_ref(state), jax.new_ref(conv))
+        how = {"max_query_len": max_query_len, "target": target}
+        return delta_api.delta_rule(x, weights, pools, layer, rows, eps=1e-6, **how)
+
+    jax.eval_shape(
+        call,
+        array(tokens, NUM_KV_HEADS, channels + group * value_width + 2 * group, dtype=dtype),
+        delta_api.DeltaWeights(
+            array(NUM_LAYERS, NUM_KV_HEADS, channels, delta_api.TAPS, dtype=dtype),
+            *[array(NUM_LAYERS, *heads, dtype=FULL)] * 2,
+            array(NUM_LAYERS, value_width, dtype=dtype),
+        ),
+        array(NUM_LAYERS, NUM_PAGES, *heads, key_width, value_width, dtype=FULL),
+        array(NUM_LAYERS, NUM_PAGES, delta_api.TAPS, NUM_KV_HEADS, channels, dtype=FULL),
+        delta_api.SlotRows(*[array(NUM_ROWS)] * 4, *[array(tokens)] * 2),
+        array(),
+    )
+
+
 OPS: dict[str, tuple[Callable[..., None], Any]] = {
     "linear": (trace_linear, linear_api),
     "moe": (trace_moe, moe_api),
     "kv_write": (trace_kv_write, kv_write_api),
     "paged_attention": (trace_paged_attention, attention_api),
     "decode_attention": (trace_decode_attention, decode_api),
+    "delta_rule": (trace_delta_rule, delta_api),
 }
 
 

@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 
 from pallas_kernels.delta_rule.api import TAPS, DeltaPools, DeltaWeights, SlotRows, delta_rule, plan
-from pallas_kernels.delta_rule.cases import CASES, TINY, Arrays, Case, make
+from pallas_kernels.delta_rule.cases import CASES, TINY, Arrays, Case, make, place
+from pallas_kernels.delta_rule.chunks import CHUNK, Chunks, cut
 from pallas_kernels.dispatch import CPU
+from tests.capture import environment
 
 LAYER = 1
 EPS = 1e-5
@@ -175,6 +177,27 @@ def test_narrow_values_give_a_narrow_result_as_near_as_its_dtype_allows(name):
     assert error < 2e-3
 
 
+def test_every_token_of_a_longer_row_is_in_one_chunk_and_chunks_follow_each_other_from_the_rows_start():
+    rng, num_tokens, num_rows = np.random.default_rng(0), 1024, 8
+    jitted = jax.jit(cut)
+    for _ in range(20):
+        lens = rng.integers(0, rng.choice([3, 66, 128]), num_rows)
+        case = Case(name="", **TINY, rows=tuple((n, 5) for n in lens), pad_tokens=int(num_tokens - lens.sum()))
+        rows = place(case)
+        found = Chunks(*map(np.asarray, jitted(SlotRows(*map(jnp.asarray, rows)))))
+        longer = [row for row in range(num_rows) if lens[row] > 1]
+        assert found.num_rows == len(longer)
+        np.testing.assert_array_equal(found.rows[: len(longer)], longer)
+        n = 0
+        for row, first in zip(longer, found.first, strict=False):
+            assert first == n
+            for offset in range(0, lens[row], CHUNK):
+                assert (found.row[n], found.offset[n]) == (row, offset)
+                assert found.count[n] == min(CHUNK, lens[row] - offset)
+                n += 1
+        assert not found.count[n:].any()
+
+
 def test_the_cases_meet_every_edge():
     assert {case.group for case in CASES} >= {1, 2, 3}
     assert {case.key_width for case in CASES} >= {16, 64, 128, 256}
@@ -225,3 +248,47 @@ def test_what_does_not_fit_is_refused_with_its_sizes(change, message):
     how = {"eps": EPS, "max_query_len": shapes.get("max_query_len", 3), "target": CPU}
     with pytest.raises(ValueError, match=message):
         delta_rule(jnp.zeros(shapes["x"]), weights, DeltaPools(*map(jax.new_ref, pools)), jnp.int32(0), rows, **how)
+
+
+COMPILED = {
+    "decode, 1 row": (["_one_token"], 1),
+    "decode, 64 rows": (["_one_token"], 4),
+    "decode, 64 rows, group of 3": (["_one_token"], 4),
+    "8192 tokens, 8 rows": (CHUNKED := ["_one_token", "_prepare_chunks", "states_of_chunks", "outputs_of_tokens"], 500),
+    "2048 tokens, 256 rows": (CHUNKED, 500),
+    "2048 tokens, 8 rows, group of 1": (CHUNKED, 150),
+    "2048 tokens, 8 rows, group of 3": (CHUNKED, 250),
+}
+"""Kernels of a layer, and room for what passes between them in MB. The pools are 16 GB in the heads of Qwen3.5-4B."""
+of_every_call = pytest.mark.parametrize("call", COMPILED)
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    dump = tmp_path_factory.mktemp("xla")
+    flags = f"--xla_dump_to={dump}"
+    return environment.run("tests/pallas_kernels/delta_compile.py", environment.H200, dump, XLA_FLAGS=flags)
+
+
+@pytest.mark.capture
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@of_every_call
+def test_on_an_h200_the_layers_are_one_graph_of_few_kernels_and_no_pool_is_copied(compiled, call):
+    found, (kernels, temp_mb) = compiled[call], COMPILED[call]
+    assert found["top_level"] == ["kCommandBuffer"]
+    assert found["aliases"] == 2
+    assert found["calls"] == kernels
+    assert found["temp_bytes"] / 1e6 < temp_mb
+
+
+@pytest.mark.capture
+@pytest.mark.long
+@of_every_call
+def test_on_an_h200_no_kernel_lives_in_local_memory_and_chunks_are_multiplied_by_tensor_cores(compiled, call):
+    """A few scalars do in the first kernel of the chunks, a thread's part of a tile is 64 bytes and more."""
+    found = compiled[call]
+    assert {name: size for name, size in found["spilled_bytes"].items() if size > 32} == {}
+    assert found["spilled_bytes"]["_one_token"] == 0
+    for name in COMPILED[call][0][1:]:
+        assert found["tensor_core_instructions"][name] > 0

@@ -1,5 +1,6 @@
 """scripts/bench_kernels.py: what its cases compute, and what it keeps."""
 
+import functools
 import json
 from types import SimpleNamespace
 
@@ -11,6 +12,8 @@ import pytest
 import results_file
 from step_timing import Rates
 
+from pallas_kernels.delta_rule import api as delta_api
+from pallas_kernels.delta_rule.cases import TINY
 from pallas_kernels.dispatch import CPU
 from pallas_kernels.sample import api as sample_api
 
@@ -31,7 +34,7 @@ def test_a_sampler_case_draws_anew_in_every_layer_as_it_asks(what):
     if what == "top-k and top-p":
         likely = np.argsort(-np.asarray(arrays.logits[:3]))[:, :20]
         assert all(token in likely[row] for layer in drawn for row, token in enumerate(layer))
-    total = jax.jit(lambda: bench_kernels.loop(case, REFERENCE, CPU, arrays))()
+    total, _ = jax.jit(lambda: bench_kernels.loop(case, REFERENCE, CPU, arrays, ()))()
     assert total == drawn[: case.layers, 0].sum()
 
 
@@ -39,6 +42,16 @@ def test_there_is_a_sampler_case_for_each_number_of_rows_and_what_they_ask():
     names = [case.name for case in bench_kernels.cases() if case.name.startswith("sample")]
     assert len(names) == len(set(names)) == 6
     assert "sample by top-k and top-p, 64 rows" in names
+
+
+def test_a_delta_rule_case_takes_the_states_of_its_rows_further_in_every_layer_and_hands_them_back():
+    case = bench_kernels.delta_case("x", ((3, 0), (1, 5)), 3, TINY)
+    assert case.layer_bytes > 8 * 2 * 4 * 16 * 16 and case.layer_flops > 0
+    pools = case.pools()
+    total, after = jax.jit(functools.partial(bench_kernels.loop, case, delta_api.ROUTES[-1], CPU))(case.arrays(), pools)
+    assert jnp.isfinite(total)
+    assert after.state.shape == pools.state.shape == (3, 3, 2, 2, 16, 16)
+    assert (jnp.abs(after.state[:, :2]).max(axis=(2, 3, 4, 5)) > 0).all()
 
 
 def test_times_become_rates_and_shares_of_the_nearer_limit(monkeypatch):

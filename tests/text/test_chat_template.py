@@ -130,6 +130,17 @@ def test_reasoning_reaches_the_template_under_both_names_it_may_read():
         assert template.render([{"role": "assistant", "content": "x", name: "why"}]) == "why|why"
 
 
+def test_a_template_shows_tools_if_it_reads_them():
+    for source in (
+        "{% if tools %}x{% endif %}",
+        "{% if tools is not defined %}{% set tools = 1 %}{% endif %}{{ tools }}",
+    ):
+        assert ChatTemplate(source, {}).shows_tools
+    assert ChatTemplate({"default": "a", "tool_use": "{{ tools }}"}, {}).shows_tools
+    for source in ("{{ messages[0].tools }}", "{{ my_tools }}", "tools"):
+        assert not ChatTemplate(source, {}).shows_tools
+
+
 def test_today_is_written_as_the_template_asks():
     assert ChatTemplate("{{ strftime_now('%Y') }}", {}).render(USER) == f"{datetime.datetime.now():%Y}"
 
