@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -26,7 +27,8 @@ KINDS = {
 """Names in HLO by those of JAX's primitives."""
 
 
-class Collective(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Collective:
     """Collectives of a program that are alike."""
 
     kind: str
@@ -60,7 +62,7 @@ def _walk(jaxpr: Jaxpr, times: int, found: Counter) -> None:
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
         if name in KINDS:
-            axes = eqn.params.get("axes", eqn.params.get("axis_name"))
+            axes = eqn.params["axes"] if "axes" in eqn.params else eqn.params["axis_name"]
             axes = (axes,) if isinstance(axes, str) else tuple(axes)
             if axes:
                 size = max(_bytes(eqn.invars), _bytes(eqn.outvars))

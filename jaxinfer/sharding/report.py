@@ -216,7 +216,7 @@ def all_meshes(num_devices: int) -> Iterator[dict[str, int]]:
     if num_devices < 1:
         raise ShardingError(f"devices are {num_devices}; at least 1 is needed")
     divisors = [n for n in range(1, num_devices + 1) if num_devices % n == 0]
-    names = list(reversed(AXES))
+    names = list(AXES)[::-1]
     for sizes in itertools.product(divisors, repeat=len(names)):
         if math.prod(sizes) == num_devices:
             yield {name: size for name, size in zip(names, sizes, strict=True) if size > 1} or {names[-1]: 1}
@@ -333,8 +333,9 @@ def _compile(builder: StepBuilder, target_config: str) -> dict[Bucket, Compiled]
     with jax.set_mesh(mesh):
         for bucket in real.buckets:
             compiled = compile_lowered(real, lower_step(real, real.abstract_params, bucket))
-            temp_bytes = compiled.memory_analysis().temp_size_in_bytes
-            found[bucket] = Compiled(temp_bytes, tuple(collectives.of_hlo(compiled.as_text())))
+            memory, text = compiled.memory_analysis(), compiled.as_text()
+            assert memory is not None and text is not None
+            found[bucket] = Compiled(memory.temp_size_in_bytes, tuple(collectives.of_hlo(text)))
     return found
 
 
@@ -344,7 +345,7 @@ def as_json(report: ShardReport) -> dict[str, Any]:
     def plain(value: Any) -> Any:
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
-        if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        if isinstance(value, Card | Compiled):
             return plain(value._asdict())
         if isinstance(value, Mapping):
             return {name: plain(item) for name, item in value.items()}

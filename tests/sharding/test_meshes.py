@@ -4,13 +4,17 @@ import json
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
+from checkpoints import orbax_store
+from checkpoints.resolve import Checkpoint
 from jaxinfer.build import choose_mesh, choose_rules
 from jaxinfer.config import ConfigError, EngineConfig
 from jaxinfer.models import registry
+from jaxinfer.params import random_params
 from jaxinfer.serving import engine_command
 from jaxinfer.sharding import mesh as meshes
 from jaxinfer.sharding import rules
@@ -107,6 +111,29 @@ def test_copies_of_kv_heads_are_those_of_the_checkpoint_and_of_random_weights_al
         .T
     )
     assert set(q) == {0} and set(k) == {1}
+
+
+def test_a_store_of_one_device_is_read_into_heads_that_devices_share(tmp_path):
+    if jax.device_count() < 4:
+        pytest.skip(f"{jax.device_count()} devices; 4 are needed")
+    config = {**CONFIGS["qwen3_next"], "num_hidden_layers": 2}
+    found = {}
+    for size in (1, 4):
+        mesh = meshes.make_mesh({"tensor": size})
+        model = registry.for_mesh(config, (), mesh, rules.TENSOR_PARALLEL)
+        places = rules.shardings(model.specs, mesh)
+        found[size] = model.specs, places, random_params(model.specs, jnp.float32, places, 5)
+    checkpoint = Checkpoint(
+        name="m", path=tmp_path, format="dummy", config=config, generation_config={}, tensors=None, tokenizer_json=None,
+        tokenizer_config={},
+    )  # fmt: skip
+    orbax_store.save(tmp_path / "store", found[1][2], found[1][0], checkpoint)
+    specs, places, drawn = found[4]
+    restored = orbax_store.restore(tmp_path / "store", specs, jnp.dtype("float32"), places)
+    for name, array in restored.items():
+        assert (array.shape, array.sharding) == (drawn[name].shape, places[name])
+        np.testing.assert_array_equal(array, drawn[name], err_msg=name)
+    assert restored["qkv"].shape[1] == 4 and specs["qkv"].whole_shape[1] == 2
 
 
 def test_a_logical_axis_may_be_split_over_two_mesh_axes():
