@@ -1,12 +1,12 @@
 """Times decode steps of whole models on one GPU and on two, with three ways of capturing their collectives.
 
-    python scripts/measure_sharding.py --out sharding.json             # all sections: 4 minutes of two H200s
+    python scripts/measure_sharding.py --out sharding.json             # all sections, on two H200s
     python scripts/measure_sharding.py --sections qwen3-32b-1 --out sharding.json
     python scripts/measure_sharding.py --tiny --out sharding.json      # the same on a CPU's virtual devices
 
 A section is a process of its own: a model with random weights on a mesh, without a server. Steps of 1 and of 64 rows
 after 1,024 tokens each are launched back to back; their slots are filled by real prompts. Each result has the plan's
-prediction beside it, and the sampled tokens are compared with those of the section on one GPU.
+prediction for an H200 beside it, and the sampled tokens are compared with those of the section on one GPU.
 
 Variants of capture: `split`, graphs between XLA's own one-shot kernels of small sums; `captured`, one graph with NCCL,
 which is recorded anew at every step; `profiled`, the same with buffers that XLA keeps at their addresses.
@@ -70,7 +70,7 @@ SECTIONS: Mapping[str, Section] = {
     "qwen3-30b-a3b-2": Section("qwen3-30b-a3b", "expert=2", ("split", "captured")),
     "qwen3-30b-a3b-2-profiled": Section("qwen3-30b-a3b", "expert=2", ("profiled",), _PROFILED),
 }
-"""Each takes 20 to 45 s on H200s: JAX's start 8 s, weights 5, compilation 5 to 10 a variant, steps 3 a variant."""
+"""Expected of each on H200s: JAX's start 8 s, weights 5, compilation 5 to 10 a variant, steps 3 a variant."""
 ROWS, CONTEXT, CHUNK = (1, 64), 1024, 512
 NUM_SLOTS = 64
 
@@ -171,7 +171,7 @@ def measure_variant(
         row["margins"] = [round(float(m), 6) for m in logits[:, -1] - logits[:, -2]]
         row |= {"compile_s": round(compile_s, 2), "ready_s": round(built.ready_s, 2)}
         found.append(row)
-    del runner._programs, runner._state, runner._staged, runner._around_holes  # the weights stay for the next variant
+    runner.close()  # the weights stay for the next variant
     return found
 
 
