@@ -78,7 +78,7 @@ class ShardReport:
 
     architecture: str
     mesh: Mapping[str, int]
-    rules: Mapping[str, tuple[str, ...]]  # of those logical axes that are split
+    rules: Mapping[str, tuple[str, ...]]  # of those logical axes of the model that are split
     load: Load
     card_name: str
     card: Card
@@ -138,12 +138,13 @@ def plan(
     builder = make_builder(config, abstract, axis_rules, load)
     model, state = builder.model, builder.abstract_state
     params = builder.abstract_params
+    axes = {axis for spec in model.specs.values() for axis in spec.array_axes}
     compiled = _compile(builder, target_config) if target_config else {}
     steps = tuple(_step(builder, bucket, load, card, compiled.get(bucket)) for bucket in builder.buckets)
     return ShardReport(
         architecture=model.architecture,
         mesh=sizes,
-        rules=rules.split(abstract, axis_rules),
+        rules={axis: over for axis, over in rules.split(abstract, axis_rules).items() if axis in axes},
         load=load,
         card_name=gpu,
         card=card,

@@ -102,6 +102,7 @@ def test_qwen3_235b_is_planned_on_eight_devices_by_arithmetic():
         assert plan.kv_bytes == 2 * 2 * 94 * (64 * 4096 + 16) * 128 * (1 if shared == 8 else 4)
         assert plan.kv_copies == (2 if shared == 8 else 1)
         assert plan.fits
+        assert set(plan.rules) == ({"kv_heads", "vocab", "expert_mlp"} if shared == 8 else {"experts"})
         per_layer = {"tensor": 2, "expert": 1}[next(iter(mesh))]
         reduced = [c for c in plan.decode.collectives if c.kind == "all-reduce"]
         assert sum(c.count for c in reduced) == 94 * per_layer + (per_layer == 2)  # and the embedding
