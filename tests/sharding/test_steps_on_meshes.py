@@ -64,4 +64,4 @@ def test_logits_on_a_random_legal_mesh_equal_those_of_one_device(first):
     wrong = [(case, result) for case, result in zip(cases, found, strict=True) if not result["difference"] <= TOLERANCE]
     assert not wrong
     # Logits in which nothing differs from token to token would equal anything.
-    assert all(result["spread"] > 0.1 for result in found), found
+    assert all(result["spread"] > 0.05 for result in found), found
