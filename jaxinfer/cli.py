@@ -150,7 +150,7 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--enable-expert-parallel",
         action=argparse.BooleanOptionalAction,
-        help="have these devices share out whole experts (default: a slice of each)",
+        help="each of these devices holds whole experts instead of a slice of every one (default: no)",
     )
     group.add_argument("--mesh", help="devices by axis, as in tensor=2,expert=4")
     group.add_argument("--rules", help="what is split over which axis: tensor or whole-experts (default: tensor)")
