@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from jaxinfer import plan_flags
 from jaxinfer.config import (
     ACCESS_LOGS,
     DEFAULT_MODEL,
@@ -109,24 +110,8 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--memory", action="store_true", help="say where the bytes of each device go, part by part")
     check.add_argument("--json", action="store_true", help="print the report as JSON")
     plan = command("shard-report", _shard_report, "Say what a model would take on a mesh of GPUs, without any.")
-    _add_plan(plan)
+    plan_flags.add(plan)
     return parser
-
-
-def _add_plan(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--model", required=True, help="folder, config.json, GGUF file, Hub id or alias; only its config is read")
-    add("--revision", help="branch, tag or commit of a Hub id")
-    add("--mesh", help="devices by axis, as in tensor=2,expert=4")
-    add("--sweep", type=int, metavar="DEVICES", help="rank all meshes of so many devices by the time of a decode step")
-    add("--rules", help="what is split over which axis, by the name of a preset (default: tensor)")
-    add("--gpu", default="h200", help="card whose figures the times follow from (default: %(default)s)")
-    add("--seqs", type=int, default=64, help="sequences that decode at once (default: %(default)s)")
-    add("--len", type=int, default=4096, help="tokens of each (default: %(default)s)")
-    add("--dtype", choices=DTYPES[1:], default="bfloat16", help="of weights and cache (default: %(default)s)")
-    add("--compile", metavar="TARGET_CONFIG", help="compile the steps for the card that this file of XLA's describes")
-    add("--json", action="store_true", help="print the report as JSON")
-    add("--png", metavar="FILE", help="write a chart, too; needs matplotlib")
 
 
 def _add_engine(parser: argparse.ArgumentParser) -> None:

@@ -89,7 +89,9 @@ MAY_IMPORT = {
     "jaxinfer.sharding.report": PACKAGES,  # on what would be
     "jaxinfer.sharding.report_output": PACKAGES,
     "jaxinfer.shard_report": PACKAGES,
+    "jaxinfer.plan_flags": ("jaxinfer.config",),
     "jaxinfer.cli": (
+        "jaxinfer.plan_flags",
         "jaxinfer.api",
         "jaxinfer.offline",
         "jaxinfer.serving",
