@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from jaxinfer import plan_flags
 from jaxinfer.config import (
     ACCESS_LOGS,
     DEFAULT_MODEL,
@@ -108,6 +109,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_engine(check)
     check.add_argument("--memory", action="store_true", help="say where the bytes of each device go, part by part")
     check.add_argument("--json", action="store_true", help="print the report as JSON")
+    plan = command("shard-report", _shard_report, "Say what a model would take on a mesh of GPUs, without any.")
+    plan_flags.add(plan)
     return parser
 
 
@@ -151,6 +154,8 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         help="each of these devices holds whole experts instead of a slice of every one (default: no)",
     )
+    group.add_argument("--mesh", help="devices by axis, as in tensor=2,expert=4")
+    group.add_argument("--rules", help="what is split over which axis: tensor or whole-experts (default: tensor)")
     group.add_argument(
         "--num-state-copies",
         type=int,
@@ -393,6 +398,12 @@ def _doctor(args: argparse.Namespace) -> int:
     report = doctor.examine(EngineConfig(**_engine_options(args)), memory=args.memory)
     print(report.to_json() if args.json else report)
     return 0 if report.healthy else EXIT_FAILED
+
+
+def _shard_report(args: argparse.Namespace) -> int:
+    from jaxinfer import shard_report
+
+    return shard_report.run(args)
 
 
 if __name__ == "__main__":

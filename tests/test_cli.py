@@ -30,7 +30,7 @@ from tests.api.test_serve_process import (
 )
 from tests.checkpoints.conftest import add_metadata, tiny_metadata, tiny_tensors
 
-COMMANDS = ("serve", "generate", "chat", "batch", "convert", "doctor")
+COMMANDS = ("serve", "generate", "chat", "batch", "convert", "doctor", "shard-report")
 
 
 @pytest.fixture(scope="module")
@@ -222,7 +222,11 @@ def test_configuration_that_cannot_work_is_refused_in_one_line(command, args, me
     ("args", "message"),
     [
         (["--max-model-len", "257"], "max_model_len is 257; the model was made for at most 256 tokens"),
-        (["--tensor-parallel-size", "4"], "a tensor axis of 4 devices does not divide .*kv_heads 2.*: 1, 2"),
+        (["--tensor-parallel-size", "3"], "a tensor axis of 3 devices does not divide .*kv_heads 4.*: 1, 2, 4"),
+        (["--mesh", "tensor:2"], "mesh is 'tensor:2'; axes and their sizes are needed"),
+        (["--mesh", "expert=2"], "mesh axis expert of 2 devices splits nothing of LlamaForCausalLM"),
+        (["--mesh", "tensor=2", "-tp", "2"], "mesh is 'tensor=2' and tensor_parallel_size is 2; give one"),
+        (["--rules", "fast"], "rules are 'fast'; known: tensor, whole-experts"),
         (["-tp", "5"], "tensor_parallel_size is 5, but there are 4 devices"),
         (["--max-num-batched-tokens", "16", "--max-num-seqs", "9"], "max_num_batched_tokens is 16, less than twice"),
     ],

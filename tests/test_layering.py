@@ -86,11 +86,17 @@ MAY_IMPORT = {
     "jaxinfer.api": PACKAGES,
     "jaxinfer.offline": PACKAGES,  # the part of api that runs batch jobs
     "jaxinfer.doctor": PACKAGES,  # reports on every part
+    "jaxinfer.sharding.report": PACKAGES,  # on what would be
+    "jaxinfer.sharding.report_output": PACKAGES,
+    "jaxinfer.shard_report": PACKAGES,
+    "jaxinfer.plan_flags": ("jaxinfer.config",),
     "jaxinfer.cli": (
+        "jaxinfer.plan_flags",
         "jaxinfer.api",
         "jaxinfer.offline",
         "jaxinfer.serving",
         "jaxinfer.doctor",
+        "jaxinfer.shard_report",
         "jaxinfer.config",
         "jaxinfer.types",
     ),
@@ -113,6 +119,7 @@ ABOVE_ALL = (
     "jaxinfer.build",
     "jaxinfer.memory_plan",
     "jaxinfer.doctor",
+    "jaxinfer.shard_report",
     "jaxinfer.cli",
     "jaxinfer.__main__",
     "jaxinfer",
@@ -142,6 +149,7 @@ INSIDE_FUNCTIONS = {
     ("jaxinfer.runner", "jax"): "Mosaic's half of Pallas takes 1.5 s to import, and only programs for Hopper need it",
     ("checkpoints", "orbax"): "takes 4 s to import, and only Orbax stores need it",
     ("jaxinfer.batch", "grain"): "only batch jobs need it",
+    ("jaxinfer.sharding.report_output", "matplotlib"): "only charts need it",
     ("jaxinfer.batch", "pyarrow"): "only tables need it",
     ("jaxinfer.cli", "jaxinfer"): "takes 1.5 s with JAX, for which --help, wrong usage and serve need not wait",
 }
