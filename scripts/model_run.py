@@ -79,7 +79,7 @@ class ModelRun:
     def hidden(self, params: Params, refs: Mapping[str, jax.Ref], placed: Placed, max_query_len: int) -> jax.Array:
         """Hidden states [T, D] of tokens in a step."""
         counters = None if self.target.platform == "cpu" else jax.new_ref(jnp.zeros(2**14, jnp.int32))
-        rows, place = placed.rows, Placement(self.target, None, counters)
+        rows, place = placed.rows, Placement(self.target, counters=counters)
         kv, heads = (refs["k"], refs["v"]), self.model.num_heads
         attend = paged_attend(kv, rows, place, num_heads=heads, max_query_len=max_query_len)
         memory = Memory(attend, rows.token_page > 0)
