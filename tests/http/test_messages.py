@@ -7,7 +7,7 @@ import pytest
 
 from jaxinfer.config import ServerConfig
 from jaxinfer.http.message_events import MessageWriter
-from jaxinfer.http.parts import Call, Thought, Words
+from jaxinfer.text.message import Call, Thought, Words
 from jaxinfer.types import FinishReason
 from tests.http.conftest import wait_for
 
@@ -176,7 +176,7 @@ def test_tokens_are_counted_as_the_reply_counts_them(server, engine):
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "x": 1}]}]}, "content[0].x is not a"),
         ({"system": [{"type": "image"}]}, "system[0].type is 'image'"),
         ({"surprise": 1, "top_q": 2}, "surprise, top_q are not supported fields"),
-        ({"tools": [{"name": "f"}]}, "tools is"),
+        ({"tools": [{"name": "f"}]}, "tools[0].input_schema is missing"),
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking is"),
         ({"stop_sequences": [""]}, "stop contains an empty string"),
         ({"temperature": -1}, "temperature is -1"),
