@@ -36,7 +36,7 @@ FIELDS: Mapping[str, Rule] = {
 }
 
 
-class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
+class ResponseStreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
     include_obfuscation: bool | None = None
 
 
@@ -50,7 +50,7 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True,
     temperature: float | None = None
     top_p: float | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: ResponseStreamOptions | None = None
     store: bool | None = None
     previous_response_id: str | None = None
     metadata: dict[str, str] | None = None
