@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 import msgspec
 
 from jaxinfer.http import known_fields, openai, tagged, tools
+from jaxinfer.http.errors import NO_THREADS
 from jaxinfer.http.known_fields import Fields, Label, Only, Refused, Rule
 from jaxinfer.http.turns import Turns
 from jaxinfer.types import InvalidRequest
@@ -164,6 +165,9 @@ def _read(body: bytes) -> MessagesRequest:
         if error.code != "invalid_field":
             raise
         fields = _fields_of(body)
+        if bytes(fields.get("thread", b"null")) != b"null":
+            message = "thread is not supported: no conversation is kept on this route; send all of it each time"
+            raise InvalidRequest(message, param="thread", code=NO_THREADS) from None
         if not known_fields.apply(fields, MessagesRequest, FIELDS):
             raise
     return openai.parse(_decoder, msgspec.json.encode(fields))

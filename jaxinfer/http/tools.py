@@ -130,7 +130,7 @@ def _template_call(call: Any, path: str) -> dict[str, Any]:
         _refuse(f"{path}.id", f"{path}.id is {id!r}; it must be a string, which the answer to the call names")
     path = f"{path}.function"
     function = _mapping(call.get("function"), path)
-    _known(function, path, ("name", "arguments"))
+    _known(function, path, ("name", "arguments", "parsed_arguments"))  # the last: by OpenAI's client, from arguments
     arguments = read_arguments(function.get("arguments"), f"{path}.arguments")
     return {"id": id, "type": "function", "function": {"name": check_name(function, path), "arguments": arguments}}
 

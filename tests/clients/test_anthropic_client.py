@@ -68,7 +68,7 @@ def test_tokens_are_counted_and_failures_are_the_clients_own_exceptions(client):
 
 def test_turns_of_tools_go_round(scripted, script):
     script.engine.reply = f"<think>why</think>So {CALL}"
-    ask = {"model": "models/fake", "max_tokens": 400, "tools": [TOOL]}
+    ask = {"model": "models/fake", "max_tokens": 400, "tools": [TOOL], "extra_body": GREEDY}
     whole = scripted.messages.create(**ask, messages=[HELLO])
     with scripted.messages.stream(**ask, messages=[HELLO]) as stream:
         streamed = stream.get_final_message()
@@ -96,5 +96,7 @@ def test_tool_runner_runs_the_function_and_ends_with_the_answer(scripted, script
         return "sun"
 
     script.engine.reply = CALL
-    runner = scripted.beta.messages.tool_runner(model="models/fake", max_tokens=400, tools=[look], messages=[HELLO])
+    runner = scripted.beta.messages.tool_runner(
+        model="models/fake", max_tokens=400, tools=[look], messages=[HELLO], extra_body=GREEDY
+    )
     assert text_of(runner.until_done()) == "Sunny" and asked == [1]

@@ -195,6 +195,13 @@ def test_fields_that_ask_for_what_is_done_anyway_are_accepted(server):
     assert ask(server, path="/v1/messages?beta=true").status_code == 200
 
 
+def test_conversations_are_not_kept_and_the_client_is_told_in_the_words_that_it_knows(server):
+    """E19."""
+    error = ask(server, thread={"type": "create"}).json()["error"]
+    assert error["details"] == {"error_code": "thread_unsupported_request"} and "send all of it" in error["message"]
+    assert ask(server, thread=None).status_code == 200
+
+
 def test_every_failure_has_anthropics_form(server, engine, own_server):
     """B3.1, E19, E25."""
     error_of(server.http.get("/v1/messages"), 405, "invalid_request_error")
