@@ -24,6 +24,7 @@ FIELDS: Mapping[str, Rule] = {
     "inference_geo": Refused("this server is where it is"),
     "output_config": Refused("output is not constrained"),
     "output_format": Refused("output is not constrained"),
+    "thread": Refused("no conversation is kept on this route; send all of it each time", NO_THREADS),
 }
 BLOCK_FIELDS: Mapping[str, Rule] = {
     "cache_control": FIELDS["cache_control"],
@@ -150,27 +151,11 @@ class MessagesRequest(_Block, kw_only=True, frozen=True):
 
 
 _decoder = msgspec.json.Decoder(MessagesRequest)
-_fields_of = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
 def decode(body: bytes) -> openai.ChatRequest:
     """What a body asks for, as a chat completion. Raises InvalidRequest that names the field at fault."""
-    return _read(body).to_chat()
-
-
-def _read(body: bytes) -> MessagesRequest:
-    try:
-        return openai.parse(_decoder, body)
-    except InvalidRequest as error:
-        if error.code != "invalid_field":
-            raise
-        fields = _fields_of(body)
-        if bytes(fields.get("thread", b"null")) != b"null":
-            message = "thread is not supported: no conversation is kept on this route; send all of it each time"
-            raise InvalidRequest(message, param="thread", code=NO_THREADS) from None
-        if not known_fields.apply(fields, MessagesRequest, FIELDS):
-            raise
-    return openai.parse(_decoder, msgspec.json.encode(fields))
+    return known_fields.parse(_decoder, MessagesRequest, body, FIELDS).to_chat()
 
 
 def _add_message(turns: Turns, message: MessageParam, path: str) -> None:

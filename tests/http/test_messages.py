@@ -207,7 +207,8 @@ def test_every_failure_has_anthropics_form(server, engine, own_server):
     error_of(server.http.get("/v1/messages"), 405, "invalid_request_error")
     error_of(server.http.get("/v1/messages/nothing"), 404, "not_found_error")
     error_of(ask(server, model="other"), 404, "not_found_error")
-    error_of(server.http.post("/v1/messages", content=b"{"), 400, "invalid_request_error")
+    for body in (b"{", b'{"x": 1, "messages"', b'{"x": ' + b"[" * 20_000):
+        error_of(server.http.post("/v1/messages", content=body), 400, "invalid_request_error")
     error_of(server.http.post("/v1/messages", content=b" " * (2**24 + 1)), 413, "request_too_large")
     engine.refuse = True
     reply = ask(server)

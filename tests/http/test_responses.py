@@ -288,7 +288,8 @@ def test_every_failure_has_its_status(server, engine):
     error_of(reply, 405, "method_not_allowed")
     assert {"GET", "DELETE"} <= set(reply.headers["allow"].split(", "))
     error_of(ask(server, model="other"), 404, "model_not_found")
-    error_of(post(server, b"{", PATH), 400, "invalid_json")
+    for body in (b"{", b'{"x": 1, "input"', b'{"x": ' + b"[" * 20_000):
+        error_of(post(server, body, PATH), 400, "invalid_json")
     error_of(post(server, b"a", PATH, "text/plain"), 415, "unsupported_media_type")
     error_of(server.http.get(PATH + "/resp_1"), 404, "response_not_found")
     body = ask(server).json()
