@@ -16,6 +16,7 @@ class Model:
         self.http = httpx.Client(base_url=url, timeout=120)
         self.text = self.chat(max_tokens=12)["message"]["content"]
         """The greedy answer to MESSAGES, 12 tokens of it."""
+        assert "," in self.text
 
     def chat(self, **body):
         body = {"model": MODEL, "messages": MESSAGES, "temperature": 0} | body

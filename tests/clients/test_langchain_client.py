@@ -36,13 +36,16 @@ def test_whole_streamed_and_batched_answers_are_what_plain_http_gives(model, api
     assert [answer.text for answer in llm.batch([QUESTION] * 3)] == [model.text] * 3
 
 
-def test_asynchronous_answers_are_the_same(model, api):
-    async def ask():
-        llm = chat(model.url, max_tokens=12, **api)
+def test_asynchronous_answers_are_the_same(model):
+    async def ask(use_responses_api):
+        llm = chat(model.url, max_tokens=12, use_responses_api=use_responses_api)
         streamed = "".join([chunk.text async for chunk in llm.astream(QUESTION)])
         return streamed, (await llm.ainvoke(QUESTION)).text
 
-    assert asyncio.run(ask()) == (model.text, model.text)
+    async def ask_both():
+        return await asyncio.gather(ask(False), ask(True))  # in one loop, to which its connections belong
+
+    assert asyncio.run(ask_both()) == [(model.text, model.text)] * 2
 
 
 def test_turns_of_tools_go_round(script, api):

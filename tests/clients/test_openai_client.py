@@ -13,6 +13,8 @@ pytestmark = pytest.mark.long
 
 ASK = {"model": MODEL, "messages": MESSAGES, "temperature": 0, "max_tokens": 12}
 RESPOND = {"model": MODEL, "input": MESSAGES, "temperature": 0, "max_output_tokens": 12}
+STOP = {"stop": [","]}
+"""Ends the answer in time: the client's helpers raise an error for one that is cut."""
 
 
 @pytest.fixture(scope="module")
@@ -27,11 +29,14 @@ def test_whole_and_streamed_chats_are_what_plain_http_gives(client, model):
     chunks = list(client.chat.completions.create(**ASK, stream=True, stream_options={"include_usage": True}))
     assert "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices) == model.text
     assert chunks[-1].usage == whole.usage
-    with client.chat.completions.stream(**ASK) as stream:
+    assert whole.choices[0].finish_reason == "length"
+    with client.chat.completions.stream(**ASK, **STOP) as stream:
         pieces = [event.delta for event in stream if event.type == "content.delta"]
         final = stream.get_final_completion()
-    assert "".join(pieces) == final.choices[0].message.content == model.text
-    assert final.choices[0].finish_reason == whole.choices[0].finish_reason == "length"
+    assert "".join(pieces) == final.choices[0].message.content == model.text.partition(",")[0]
+    assert final.choices[0].finish_reason == "stop"
+    with pytest.raises(openai.LengthFinishReasonError), client.chat.completions.stream(**ASK) as stream:
+        stream.get_final_completion()
 
 
 def test_asynchronous_client_gets_the_same_from_many_at_once(model):
@@ -46,7 +51,7 @@ def test_asynchronous_client_gets_the_same_from_many_at_once(model):
                 return (await client.chat.completions.create(**ASK)).choices[0].message.content
 
             async def helped():
-                async with client.chat.completions.stream(**ASK) as stream:
+                async with client.chat.completions.stream(**ASK, **STOP) as stream:
                     return (await stream.get_final_completion()).choices[0].message.content
 
             async def responded():
@@ -54,7 +59,8 @@ def test_asynchronous_client_gets_the_same_from_many_at_once(model):
 
             return await asyncio.gather(*(ask() for ask in (streamed, whole, helped, responded) * 2))
 
-    assert asyncio.run(ask()) == [model.text] * 8
+    text = model.text
+    assert asyncio.run(ask()) == [text, text, text.partition(",")[0], text] * 2
 
 
 def test_completions_choices_and_log_probabilities_are_read(client):
@@ -71,10 +77,10 @@ def test_completions_choices_and_log_probabilities_are_read(client):
 def test_responses_are_made_streamed_continued_shown_and_deleted(client, model):
     whole = client.responses.create(**RESPOND)
     assert whole.output_text == model.text and whole.status == "incomplete"
-    with client.responses.stream(**RESPOND) as stream:
+    with client.responses.stream(**RESPOND, extra_body=STOP) as stream:
         pieces = [event.delta for event in stream if event.type == "response.output_text.delta"]
         final = stream.get_final_response()
-    assert "".join(pieces) == final.output_text == model.text
+    assert "".join(pieces) == final.output_text == model.text.partition(",")[0]
     raw = [event.type for event in client.responses.create(**RESPOND, stream=True)]
     assert (raw[0], raw[-1]) == ("response.created", "response.incomplete")
     more = client.responses.create(**RESPOND | {"input": "Why?"}, previous_response_id=whole.id)
