@@ -6,16 +6,20 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jaxinfer.api import LLM
     from jaxinfer.config import EngineConfig
+    from jaxinfer.offline import run_batch
     from jaxinfer.serving import serve
+    from jaxinfer.structured import StructuredOutputs
     from jaxinfer.types import SamplingParams
 
-__all__ = ["LLM", "EngineConfig", "SamplingParams", "serve"]
+__all__ = ["LLM", "EngineConfig", "SamplingParams", "StructuredOutputs", "run_batch", "serve"]
 
 _HOMES = {
     "LLM": "jaxinfer.api",
+    "run_batch": "jaxinfer.offline",
     "serve": "jaxinfer.serving",
     "EngineConfig": "jaxinfer.config",
     "SamplingParams": "jaxinfer.types",
+    "StructuredOutputs": "jaxinfer.structured",
 }
 
 

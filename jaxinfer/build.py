@@ -43,6 +43,7 @@ from jaxinfer.runner.step import StepBuilder
 from jaxinfer.scheduler.kv_cache import KvCache
 from jaxinfer.scheduler.scheduler import Scheduler
 from jaxinfer.sharding import rules
+from jaxinfer.text.grammar import Grammars
 from jaxinfer.text.tokenizer import Tokenizer
 from jaxinfer.types import EngineInfo
 
@@ -78,6 +79,7 @@ def build_engine(config: EngineConfig, found: Found | None = None, *, show_progr
         checkpoint, tokenizer = finding.result()
     ends, defaults = eos_ids(checkpoint, tokenizer), sampling_defaults(checkpoint)
     builder = make_builder(config, checkpoint, tokenizer)
+    grammars = Grammars(tokenizer, builder.vocab_size, ends) if tokenizer else None
     mesh, buckets = builder.mesh, builder.buckets
     executables = Executables(open_executables(config), checkpoint.config)
     check_tensors(checkpoint, builder.model)
@@ -119,7 +121,7 @@ def build_engine(config: EngineConfig, found: Found | None = None, *, show_progr
         has_disk_tier=disk is not None,
     )
     kept = KvCache(limits, disk.pages(), disk.manifests()) if disk else KvCache(limits)
-    return Engine(runner, Scheduler(limits, kept), info, step_timeout_s=config.step_timeout_s)
+    return Engine(runner, Scheduler(limits, kept), info, step_timeout_s=config.step_timeout_s, grammars=grammars)
 
 
 def make_builder(config: EngineConfig, checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> StepBuilder:

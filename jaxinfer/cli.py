@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.metadata
 import os
 import sys
 import time
@@ -49,12 +50,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_FAILED
 
 
+def _installed_version() -> str:
+    try:
+        return importlib.metadata.version("jaxinfer")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"  # run from a source tree
+
+
 def _refusals(command: str) -> tuple[type[Exception], ...]:
     """The errors of a command whose message says it all. Asked for once there is one: until then nothing is loaded."""
     if command == "serve":
         from jaxinfer import serving
 
         return serving.REFUSALS
+    if command == "batch":
+        from jaxinfer import offline
+
+        return offline.REFUSALS
     from jaxinfer import api
 
     return api.REFUSALS
@@ -62,6 +74,7 @@ def _refusals(command: str) -> tuple[type[Exception], ...]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="jaxinfer", description="Large language models on NVIDIA GPUs, from JAX.")
+    parser.add_argument("--version", action="version", version=f"jaxinfer {_installed_version()}")
     commands = parser.add_subparsers(dest="command", required=True)
 
     def command(name: str, run: Any, text: str) -> argparse.ArgumentParser:
@@ -82,6 +95,10 @@ def _parser() -> argparse.ArgumentParser:
     _add_engine(chat)
     _add_sampling(chat)
     chat.add_argument("--system", help="system message")
+    batch = command("batch", _batch, "Answer every row of a file; run again, an interrupted job goes on.")
+    _add_engine(batch)
+    _add_batch(batch)
+    _add_sampling(batch)
     convert = command("convert", _convert, "Write a checkpoint as an Orbax store, which loads into any sharding.")
     convert.add_argument("model", help="folder, GGUF file, Hub id or alias")
     convert.add_argument("out", help="new folder")
@@ -139,6 +156,11 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         help="each of these devices holds whole experts instead of a slice of every one (default: no)",
     )
+    group.add_argument(
+        "--num-state-copies",
+        type=int,
+        help="recurrent states that the prefix cache keeps (default: 64 on a GPU, 16 on a CPU)",
+    )
     group.add_argument("--seed", type=int, help="of random weights")
     group.add_argument("--compile-cache-dir", help="folder for compiled steps; empty: none")
 
@@ -149,6 +171,7 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--port", type=int, default=ServerConfig.port)
     group.add_argument("--served-model-name", nargs="+", default=(), help="names that clients may use")
     group.add_argument("--api-server-count", type=int, help="front-end processes (default: by the number of cores)")
+    group.add_argument("--batch-dir", help="folder for /v1/files and /v1/batches (default: the server has neither)")
     group.add_argument("--chat-template", help="file with a Jinja template, in place of the model's own")
     group.add_argument(
         "--tool-call-parser",
@@ -198,6 +221,25 @@ def _add_access(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_batch(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("job")
+    group.add_argument("--input", required=True, help="JSONL, also gzipped, Parquet, Arrow, or a folder of such")
+    group.add_argument("--output", required=True, help="new file: .jsonl, .jsonl.gz or .parquet")
+    group.add_argument("--restart", action="store_true", help="begin anew, and delete what there is of the output")
+    group.add_argument("--job-seed", type=int, help="of rows that sample and give no seed (default 0)")
+    group.add_argument("--shuffle-seed", type=int, help="read and write the rows in a random order")
+    group.add_argument("--shard-index", type=int, help="part of the rows that this process takes, from 0")
+    group.add_argument("--shard-count", type=int, help="parts of the rows, each with a file of its own")
+    group.add_argument("--served-model-name", nargs="+", help="names of the model that rows may give")
+    group.add_argument("--chat-template", help="file with a Jinja template, in place of the model's own")
+    group.add_argument("--tool-call-parser", choices=TOOL_CALL_PARSERS, help="how the model writes tool calls")
+    group.add_argument("--reasoning-parser", choices=REASONING_PARSERS, help="how the model marks its thought")
+    group.add_argument("--group-prefixes", action="store_true", help="run rows together whose prompts begin alike")
+    group.add_argument("--max-rows-ahead", type=int, help="rows that may be read before the first of them is done")
+    group.add_argument("--checkpoint-s", type=float, help="time between two checkpoints, in seconds (default 2)")
+    group.add_argument("--no-progress", action="store_true", help="show nothing")
+
+
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sampling")
     group.add_argument("--max-tokens", type=int)
@@ -232,6 +274,7 @@ def _serve(args: argparse.Namespace) -> None:
     server: dict[str, Any] = {
         "served_model_names": tuple(args.served_model_name),
         "api_server_count": args.api_server_count,
+        "batch_dir": args.batch_dir,
         "allow_public_without_key": args.allow_public_without_key,
         "allow_credentials": args.allow_credentials,
         "api_keys": tuple(args.api_key or filter(None, [os.environ.get(API_KEY_VARIABLE)])),
@@ -246,6 +289,35 @@ def _serve(args: argparse.Namespace) -> None:
     from jaxinfer import serving
 
     serving.serve(host=args.host, port=args.port, server=server, **_engine_options(args))
+
+
+def _batch(args: argparse.Namespace) -> None:
+    from jaxinfer import offline
+
+    names = ("tool_call_parser", "reasoning_parser")
+    names += ("shuffle_seed", "shard_index", "shard_count", "max_rows_ahead", "checkpoint_s", "group_prefixes")
+    given: dict[str, Any] = {name: getattr(args, name) for name in names}
+    given |= {"seed": args.job_seed, "served_model_names": args.served_model_name}
+    if args.chat_template is not None:
+        with open(args.chat_template, encoding="utf-8") as file:
+            given["chat_template"] = file.read()
+    defaults = {name: getattr(args, name) for name in ("max_tokens", "temperature", "top_k", "top_p", "min_p")}
+    defaults["seed"] = args.sampling_seed
+    job = _given(given) | {"defaults": _given(defaults)}
+    result = offline.run_batch(
+        args.input,
+        args.output,
+        job=job,
+        restart=args.restart,
+        show_progress=not args.no_progress,
+        **_engine_options(args),
+    )
+    print(f"{result.output}: {result.num_rows} rows, {result.num_failed} failed, {result.output_tokens} tokens")
+
+
+def _given(options: dict[str, Any]) -> dict[str, Any]:
+    """What the command line gave."""
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def _generate(args: argparse.Namespace) -> None:

@@ -164,6 +164,14 @@ class SchedulerLimits:
     long_tokens: int = 0  # that the host holds of a context which the pool does not; with 0 there is none longer
     long_chunk: int = 0  # most tokens of a step behind the pool
 
+    def __post_init__(self) -> None:
+        _check(
+            self.max_mixed_tokens >= self.max_num_seqs,
+            f"max_mixed_tokens is {self.max_mixed_tokens}, less than max_num_seqs {self.max_num_seqs}: a step must "
+            "hold a row of every sequence",
+        )
+        _check(self.max_step_tokens >= 1, f"max_step_tokens is {self.max_step_tokens}; it must be at least 1")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServerConfig:
@@ -178,6 +186,8 @@ class ServerConfig:
     """Jinja template in place of the model's own."""
     chat_template_kwargs: Mapping[str, object] = dataclasses.field(default_factory=dict)
     """Passed to every rendering; a request's own override them."""
+    batch_dir: str | None = None
+    """Folder for /v1/files and /v1/batches, which go on after a restart. None: the server has neither."""
     tool_call_parser: str = "auto"
     """How the model writes tool calls. auto: as its chat template shows them. none: requests with tools are refused."""
     reasoning_parser: str = "auto"
@@ -218,6 +228,7 @@ class ServerConfig:
             count is None or 1 <= count <= MAX_FRONT_ENDS,
             f"api_server_count is {count}; it must be from 1 to {MAX_FRONT_ENDS}",
         )
+        _check(self.batch_dir != "", "batch_dir is empty; give a folder, or leave it out for none")
         for name, known in (("tool_call_parser", TOOL_CALL_PARSERS), ("reasoning_parser", REASONING_PARSERS)):
             value = getattr(self, name)
             _check(value in known, f"{name} is {value!r}; known: {', '.join(known)}")

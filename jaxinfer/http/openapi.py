@@ -49,6 +49,8 @@ _MESSAGE = ("id", "type", "role", "model", "content", "stop_reason", "stop_seque
 _MODEL = ("id", "object", "created", "owned_by", "max_model_len")
 _SESSION = ("object", "session_id", "model", "num_tokens", "saved")
 _DELETED = ("id", "object", "deleted")
+_FILE = ("id", "object", "bytes", "created_at", "filename", "purpose")
+_BATCH = ("id", "object", "endpoint", "input_file_id", "status", "created_at")
 _HEALTH = Operation("Whether the engine runs", ("status",))
 _READY = Operation("Whether to send requests here", ("status",))
 _TOKENIZE = Operation("A prompt's token ids", ("count", "max_model_len", "tokens"), (TokenizeText, ChatRequest))
@@ -78,6 +80,12 @@ OPERATIONS: Mapping[str, Mapping[str, Operation]] = {
     "/v1/sessions/{session_id}/save": {"POST": Operation("Write a session to disk", _SESSION)},
     "/v1/sessions/{session_id}/load": {"POST": Operation("Read a session into the cache", _SESSION)},
     "/v1/sessions/{session_id}/manifest": {"GET": Operation("Tell of a session", _SESSION)},
+    "/v1/files": {"POST": Operation("Upload a file", _FILE), "GET": Operation("List the files", ("object", "data"))},
+    "/v1/files/{id}": {"GET": Operation("Show a file", _FILE), "DELETE": Operation("Delete a file", _DELETED)},
+    "/v1/files/{id}/content": {"GET": Operation("Download a file", "*/*")},
+    "/v1/batches": {"POST": Operation("Start a batch", _BATCH), "GET": Operation("List them", ("object", "data"))},
+    "/v1/batches/{id}": {"GET": Operation("Show a batch", _BATCH)},
+    "/v1/batches/{id}/cancel": {"POST": Operation("Cancel a batch", _BATCH)},
     **dict.fromkeys(("/health", "/healthz", "/ping"), {"GET": _HEALTH}),
     **dict.fromkeys(("/ready", "/readyz"), {"GET": _READY}),
     "/version": {"GET": Operation("The server's version", ("version",))},

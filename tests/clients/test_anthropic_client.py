@@ -62,8 +62,8 @@ def test_tokens_are_counted_and_failures_are_the_clients_own_exceptions(client):
     assert count.input_tokens == usage.input_tokens + usage.cache_read_input_tokens
     with pytest.raises(anthropic.NotFoundError):
         client.messages.create(**ASK | {"model": "claude"})
-    with pytest.raises(anthropic.BadRequestError, match="needs constrained decoding"):
-        client.messages.create(**ASK, tools=[TOOL], tool_choice={"type": "any"})
+    with pytest.raises(anthropic.BadRequestError, match="empty string"):
+        client.messages.create(**ASK, stop_sequences=[""])
 
 
 def test_turns_of_tools_go_round(scripted, script):

@@ -150,13 +150,10 @@ def test_calls_are_not_looked_for_with_the_choice_none_and_one_is_given_without_
 @pytest.mark.parametrize(
     ("body", "param"),
     [
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"tool_choice": {"type": "function", "name": "look"}}, "tool_choice"),
         ({"tool_choice": {"type": "function", "name": "fly"}}, "tool_choice"),
         ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice"),
         ({"tool_choice": "required", "tools": []}, "tool_choice"),
         ({"tools": [FUNCTION, FUNCTION]}, "tools[1].name"),
-        ({"tools": [FUNCTION | {"strict": True}]}, "tools[0].strict"),
         ({"tools": [FUNCTION | {"x": 1}]}, "tools[0].x"),
         ({"tools": [FUNCTION | {"name": "a b"}]}, "tools[0].name"),
         ({"tools": [FUNCTION | {"parameters": {"type": "array"}}]}, "tools[0].parameters.type"),
@@ -285,8 +282,6 @@ def test_thinking_is_switched_by_the_templates_variable():
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        ({"tool_choice": {"type": "any"}}, "needs constrained decoding"),
-        ({"tool_choice": {"type": "tool", "name": "look"}}, "needs constrained decoding"),
         ({"tool_choice": {"type": "tool", "name": "fly"}}, "'fly'; tools has look"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice is"),
         ({"tool_choice": {"type": "some"}}, "tool_choice.type is 'some'; it must be one of auto, none, any, tool"),
@@ -294,7 +289,6 @@ def test_thinking_is_switched_by_the_templates_variable():
         ({"tool_choice": {"type": "any"}, "tools": []}, "there are no tools"),
         ({"tools": [TOOL, TOOL]}, "tools[1].name is 'look'"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type is 'bash_20250124'"),
-        ({"tools": [TOOL | {"strict": True}]}, "tools[0].strict is True"),
         ({"tools": [TOOL | {"input_schema": {"type": "string"}}]}, "tools[0].input_schema.type is 'string'"),
         ({"tools": [TOOL | {"x": 1}]}, "tools[0].x is not a supported field"),
         (
@@ -332,3 +326,30 @@ def test_what_a_message_cannot_do_with_tools_is_refused_with_its_place(server, b
     assert answer.status_code == 400, answer.text
     assert words in answer.json()["error"]["message"]
     assert not server.engine.requests
+
+
+@pytest.mark.parametrize(
+    ("response", "anthropic", "chat"),
+    [
+        ("required", {"type": "any"}, "required"),
+        (
+            {"type": "function", "name": "look"},
+            {"type": "tool", "name": "look"},
+            {"type": "function", "function": {"name": "look"}},
+        ),
+    ],
+)
+def test_a_choice_that_has_to_be_followed_constrains_the_output_as_in_a_chat(server, response, anthropic, chat):
+    respond(server, CALL, tool_choice=response)
+    message(server, CALL, tool_choice=anthropic)
+    chat_reply(server, CALL, tools=[LOOK], tool_choice=chat)
+    grammars = [request.grammar for request in server.engine.requests]
+    assert len(grammars) == 3 and len(set(grammars)) == 1 and grammars[0]
+
+
+def test_strict_tools_constrain_the_output_as_in_a_chat(server):
+    assert respond(server, "ok", tools=[FUNCTION | {"strict": True}]).json()["tools"][0]["strict"] is True
+    message(server, "ok", tools=[TOOL | {"strict": True}])
+    chat_reply(server, "ok", tools=[{"type": "function", "function": LOOK["function"] | {"strict": True}}])
+    grammars = [request.grammar for request in server.engine.requests]
+    assert len(grammars) == 3 and len(set(grammars)) == 1 and grammars[0]
