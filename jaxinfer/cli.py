@@ -135,11 +135,6 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         help="use keys and values of earlier requests again where prompts begin alike (default: yes)",
     )
     group.add_argument(
-        "--num-state-copies",
-        type=int,
-        help="copies of recurrent states that the prefix cache keeps (default: 64 on a GPU, 16 on a CPU)",
-    )
-    group.add_argument(
         "--kv-host-gib",
         "--kv-offloading-size",
         type=float,

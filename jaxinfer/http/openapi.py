@@ -181,7 +181,7 @@ def _reply(operation: Operation) -> dict[str, Any] | None:
     if isinstance(operation.reply, str):
         return {operation.reply: {"schema": {"type": "string"}}}
     content = _json({"type": "object", "required": list(operation.reply)})
-    return content | ({"text/event-stream": {"schema": {"type": "string"}}} if operation.streams else {})
+    return content | ({"text/event-stream": {}} if operation.streams else {})
 
 
 def _bodies() -> dict[str, Any]:
