@@ -32,6 +32,7 @@ write uv --only-group uv
 write build --only-group build
 write demo --extra demo
 write test --extra demo --extra test --extra plot --extra dev
+write clients --extra demo --extra test --extra clients
 write capture --extra demo --extra test --extra capture
 write cuda12 --extra demo --extra cuda12
 write cuda13 --extra demo --extra cuda13

@@ -66,6 +66,10 @@ ANTHROPIC_TYPES = {
 """What Anthropic's clients know; other statuses below 500 are invalid_request_error, and the rest api_error."""
 
 
+NO_THREADS = "thread_unsupported_request"
+"""The code by which Anthropic's client learns that it has to send whole conversations, and does."""
+
+
 def problem_at(path: str, error: BaseException) -> Problem:
     """What a client is told of `error` at an address, in the words of the API that it belongs to."""
     is_anthropic = path == ANTHROPIC_PATH or path.startswith(ANTHROPIC_PATH + "/")
@@ -75,9 +79,12 @@ def problem_at(path: str, error: BaseException) -> Problem:
 def anthropic_problem(error: BaseException) -> Problem:
     """The same failure in the form of Anthropic's API: {"type": "error", "error": {type, message}}."""
     what = problem(error)
-    message = msgspec.json.decode(what.body)["error"]["message"]
+    told = msgspec.json.decode(what.body)["error"]
     kind = ANTHROPIC_TYPES.get(what.status, "invalid_request_error" if what.status < 500 else "api_error")
-    return what._replace(body=msgspec.json.encode({"type": "error", "error": {"type": kind, "message": message}}))
+    shown = {"type": kind, "message": told["message"]}
+    if told["code"] == NO_THREADS:
+        shown["details"] = {"error_code": NO_THREADS}
+    return what._replace(body=msgspec.json.encode({"type": "error", "error": shown}))
 
 
 def problem(error: BaseException) -> Problem:

@@ -38,6 +38,7 @@ class Refused(NamedTuple):
     """Not supported with any value."""
 
     reason: str
+    code: str = "invalid_value"
 
 
 Rule = Renamed | Only | Label | Refused
@@ -183,6 +184,21 @@ def _without_known(kind: type[msgspec.Struct], body: bytes) -> bytes | None:
     return msgspec.json.encode(fields) if changed else None
 
 
+def parse[Kind: msgspec.Struct](
+    decoder: msgspec.json.Decoder[Kind], kind: type[Kind], body: bytes, rules: Mapping[str, Rule]
+) -> Kind:
+    """The struct of a body, after the rules for fields that it does not have. Raises InvalidRequest."""
+    try:
+        return openai.parse(decoder, body)
+    except InvalidRequest as error:
+        if error.code != "invalid_field":
+            raise
+        fields = openai.parse(_raw_decoder, body)  # what is wrong further on has not been read yet
+        if not apply(fields, kind, rules):
+            raise
+    return openai.parse(decoder, msgspec.json.encode(fields))
+
+
 def apply(fields: Fields, kind: type[msgspec.Struct], rules: Mapping[str, Rule], path: str = "") -> bool:
     """Takes out of `fields` what is not in the schema, by the rules; whether there was any.
 
@@ -213,7 +229,7 @@ def _apply_rule(name: str, rule: Rule, raw: msgspec.Raw, fields: Fields) -> None
                 allowed = " or ".join(msgspec.json.encode(legal).decode() for legal in values)
                 shown = bytes(raw)[:80].decode(errors="replace")
                 raise InvalidRequest(f"{name} is {shown}; only {allowed} is accepted: {reason}", param=name)
-        case Refused(reason):
-            raise InvalidRequest(f"{name} is not supported: {reason}", param=name)
+        case Refused(reason, code):
+            raise InvalidRequest(f"{name} is not supported: {reason}", param=name, code=code)
         case Label():
             pass

@@ -9,7 +9,7 @@ import msgspec
 
 from jaxinfer.http.errors import Problem
 from jaxinfer.http.named_events import named_event
-from jaxinfer.http.parts import Call, Part, Thought, Words
+from jaxinfer.text.message import Call, Part, Thought, Words
 from jaxinfer.types import FinishReason
 
 _encode = msgspec.json.encode

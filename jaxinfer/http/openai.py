@@ -219,6 +219,7 @@ class Message(_Body, kw_only=True, frozen=True):
     name: str | None = None
     refusal: str | None = None
     annotations: list[Any] | None = None
+    parsed: Any = None  # what OpenAI's client has made of the content, which says it all
     audio: Any = None
     function_call: Any = None
     tool_calls: list[Any] | None = None

@@ -11,7 +11,8 @@ import msgspec
 
 from jaxinfer.http.errors import Problem
 from jaxinfer.http.named_events import named_event
-from jaxinfer.http.parts import Call, Part, Thought, Words
+from jaxinfer.http.turns import Turns
+from jaxinfer.text.message import Call, Part, Thought, Words
 from jaxinfer.types import FinishReason
 
 _encode = msgspec.json.encode
@@ -40,11 +41,17 @@ class ResponseWriter:
     def status(self) -> str:
         return self._status["status"]
 
-    @property
-    def text(self) -> str:
-        """The words of all items."""
-        parts = [part for item in self._items if item["type"] == "message" for part in item["content"]]
-        return "".join(part["text"] for part in parts)
+    def add_to(self, turns: Turns) -> None:
+        """Adds the items to a conversation."""
+        for item in self._items:
+            if item["type"] == "function_call":
+                turns.call(item["call_id"], item["name"], item["arguments"])
+                continue
+            text = "".join(part["text"] for part in item["content"])
+            if item["type"] == "message":
+                turns.words("assistant", text)
+            else:
+                turns.thought(text)
 
     def start(self) -> bytes:
         """The first events."""
@@ -136,12 +143,15 @@ class ResponseWriter:
         return named_event(name, {"sequence_number": number} | fields)
 
 
-def usage_fields(prompt_tokens: int, cached_tokens: int, output_tokens: int) -> dict[str, Any]:
+def usage_fields(
+    prompt_tokens: int, cached_tokens: int, output_tokens: int, reasoning_tokens: int = 0
+) -> dict[str, Any]:
+    """reasoning_tokens: those of the output up to the last that showed more of the thought."""
     return {
         "input_tokens": prompt_tokens,
         "input_tokens_details": {"cached_tokens": cached_tokens},
         "output_tokens": output_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": reasoning_tokens},
         "total_tokens": prompt_tokens + output_tokens,
     }
 

@@ -21,9 +21,12 @@ from jaxinfer.http.named_events import NamedEventStream
 from jaxinfer.http.parts import parts_of
 from jaxinfer.http.prompts import PromptMaker
 from jaxinfer.http.response_events import ResponseWriter, usage_fields
+from jaxinfer.http.response_items import shown_tools
 from jaxinfer.http.response_request import ResponsesRequest
 from jaxinfer.http.response_store import ResponseStore, Stored
 from jaxinfer.http.streams import EventStream, Generation, run_choices
+from jaxinfer.http.turns import Turns
+from jaxinfer.text.message import Thought
 from jaxinfer.text.output import OutputDelta
 from jaxinfer.types import EngineHandle, FinishReason, InvalidRequest
 
@@ -65,13 +68,13 @@ class ResponsesEndpoint:
 
     def prepare(self, request: ResponsesRequest, arrival_s: float) -> ResponseReply:
         response_id = f"resp_{uuid.uuid4().hex}"
-        messages = [*self._earlier(request.previous_response_id), *request.messages()]
+        messages = request.messages(self._earlier(request.previous_response_id))
         generation = self._prompts.generation(request.to_chat(messages), response_id, self._metrics, arrival_s)
         keeps = request.store is not False
         return ResponseReply(generation, _fields(request, generation), messages, self._store if keeps else None)
 
     def _earlier(self, response_id: str | None) -> list[dict[str, Any]]:
-        """The conversation up to a response, its own text included."""
+        """The conversation up to a response, its own items included."""
         if response_id is None:
             return []
         if (stored := self._store.get(response_id)) is None:
@@ -110,6 +113,7 @@ class ResponseReply:
         self._stream: EventStream | None = None
         self._has_begun = False
         self._last_events = b""
+        self._reasoning_tokens = 0
 
     async def stream(self, engine: EngineHandle, stream: EventStream, guard: Guard) -> None:
         assert isinstance(stream, NamedEventStream)
@@ -139,10 +143,15 @@ class ResponseReply:
             return
         events = b"" if self._has_begun else self._writer.start()
         self._has_begun = True
-        events += self._writer.parts(parts_of(self._choice, delta))
+        parts = parts_of(self._choice, delta)
+        if any(isinstance(part, Thought) for part in parts):
+            self._reasoning_tokens = self._choice.output.num_tokens
+        events += self._writer.parts(parts)
         if delta.finish_reason is not None:
             events += self._writer.end(FinishReason(delta.finish_reason), self._usage())
-            self._keep([*self._messages, {"role": "assistant", "content": self._writer.text}])
+            turns = Turns(self._messages)
+            self._writer.add_to(turns)
+            self._keep(turns.messages())
         if self._stream is not None and events:
             self._stream.write(events)
 
@@ -178,7 +187,9 @@ class ResponseReply:
 
     def _usage(self) -> dict[str, Any]:
         output = self._choice.output
-        return usage_fields(self._generation.prompt_tokens, output.num_cached_tokens, output.num_tokens)
+        return usage_fields(
+            self._generation.prompt_tokens, output.num_cached_tokens, output.num_tokens, self._reasoning_tokens
+        )
 
 
 def _fields(request: ResponsesRequest, generation: Generation) -> dict[str, Any]:
@@ -194,14 +205,14 @@ def _fields(request: ResponsesRequest, generation: Generation) -> dict[str, Any]
         "instructions": request.instructions,
         "max_output_tokens": request.max_output_tokens,
         "metadata": request.metadata or {},
-        "parallel_tool_calls": True,
+        "parallel_tool_calls": request.parallel_tool_calls is not False,
         "previous_response_id": request.previous_response_id,
         "reasoning": {"effort": None, "summary": None},
         "store": request.store is not False,
         "temperature": None if sequence is None else sequence.temperature,
         "text": {"format": {"type": "text"}},
-        "tool_choice": "auto",
-        "tools": [],
+        "tool_choice": request.tool_choice or "auto",
+        "tools": shown_tools(request.tools),
         "top_p": None if sequence is None else sequence.top_p,
         "truncation": "disabled",
         "user": request.user,

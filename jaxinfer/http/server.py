@@ -27,6 +27,7 @@ from jaxinfer.http.guard import OpenRequests, Receive, Send
 from jaxinfer.http.http_metrics import HttpMetrics
 from jaxinfer.http.messages import MessagesEndpoint
 from jaxinfer.http.metrics import CONTENT_TYPE, ServerMetrics
+from jaxinfer.http.openapi import openapi_route
 from jaxinfer.http.pooling import pooling_routes
 from jaxinfer.http.prompts import PromptMaker
 from jaxinfer.http.response_store import ResponseStore
@@ -102,28 +103,25 @@ def create_app(
         return Route(path, GenerateRoute(engine, open_requests, endpoint), methods=["POST"])
 
     batches = None if config.batch_dir is None else Batches(Path(config.batch_dir), engine, prompts)
-    app = App(
-        frontend,
-        [
-            generates("/v1/completions", OpenAiEndpoint(prompts, metrics, openai.CompletionRequest)),
-            generates("/v1/chat/completions", OpenAiEndpoint(prompts, metrics, openai.ChatRequest)),
-            generates("/v1/responses", ResponsesEndpoint(prompts, metrics, responses)),
-            *response_routes(responses),
-            generates("/v1/messages", MessagesEndpoint(prompts, metrics)),
-            *token_routes(prompts, engine.info),
-            *pooling_routes(prompts.model_names[0]),
-            Route("/v1/models", frontend.list_models),
-            Route("/v1/models/{name:path}", frontend.show_model),
-            *session_routes(engine, frontend.open_requests),
-            *([] if batches is None else batches.routes()),
-            *(Route(path, frontend.health) for path in ("/health", "/healthz", "/ping")),
-            *(Route(path, frontend.ready) for path in ("/ready", "/readyz")),
-            Route("/version", frontend.version),
-            Route("/metrics", frontend.show_metrics),
-        ],
-        config,
-        http_metrics,
-    )
+    routes = [
+        generates("/v1/completions", OpenAiEndpoint(prompts, metrics, openai.CompletionRequest)),
+        generates("/v1/chat/completions", OpenAiEndpoint(prompts, metrics, openai.ChatRequest)),
+        generates("/v1/responses", ResponsesEndpoint(prompts, metrics, responses)),
+        *response_routes(responses),
+        generates("/v1/messages", MessagesEndpoint(prompts, metrics)),
+        *token_routes(prompts, engine.info),
+        *pooling_routes(prompts.model_names[0]),
+        Route("/v1/models", frontend.list_models),
+        Route("/v1/models/{name:path}", frontend.show_model),
+        *session_routes(engine, frontend.open_requests),
+        *([] if batches is None else batches.routes()),
+        *(Route(path, frontend.health) for path in ("/health", "/healthz", "/ping")),
+        *(Route(path, frontend.ready) for path in ("/ready", "/readyz")),
+        Route("/version", frontend.version),
+        Route("/metrics", frontend.show_metrics),
+    ]
+    routes.append(openapi_route(routes, installed_version()))
+    app = App(frontend, routes, config, http_metrics)
     app.batches = batches
     return app
 
@@ -145,7 +143,7 @@ class Frontend:
         self.open_requests = open_requests
         self._is_draining = False
         self._created_s = created_s
-        self._version = _installed_version()
+        self._version = installed_version()
 
     async def list_models(self, request: HttpRequest) -> Response:
         del request
@@ -195,7 +193,8 @@ class Frontend:
         return Response(self.metrics.render(), headers={"Content-Type": CONTENT_TYPE})
 
 
-def _installed_version() -> str:
+def installed_version() -> str:
+    """Of this package."""
     try:
         return importlib.metadata.version("jaxinfer")
     except importlib.metadata.PackageNotFoundError:

@@ -77,14 +77,40 @@ def _check_tool(tool: Any, path: str) -> tuple[str, Mapping[str, Any]]:
     path = f"{path}.function"
     function = _mapping(tool.get("function"), path)
     _known(function, path, ("name", "description", "parameters", "strict"))
-    name = _name(function, path)
+    return _check_function(function, path, "parameters")
+
+
+def _check_function(function: Mapping[str, Any], path: str, schema_name: str) -> tuple[str, Mapping[str, Any]]:
+    """Its name and the schema of its parameters, which is its field `schema_name`."""
+    name = check_name(function, path)
     description, strict = function.get("description"), function.get("strict")
     if description is not None and not isinstance(description, str):
         _refuse(f"{path}.description", f"{path}.description is {description!r}; it must be a string")
     if not isinstance(strict, bool | None):
         _refuse(f"{path}.strict", f"{path}.strict is {strict!r}; it must be true or false")
-    schema = function.get("parameters")
-    return name, {} if schema is None else _check_schema(schema, f"{path}.parameters")
+    schema = function.get(schema_name)
+    return name, {} if schema is None else _check_schema(schema, f"{path}.{schema_name}")
+
+
+def chat_tools(functions: Sequence[Mapping[str, Any]] | None, schema_name: str) -> list[dict[str, Any]] | None:
+    """Tools of APIs whose functions have no object of their own, as a chat has them; None where there are none.
+
+    schema_name: their field that has the schema of the parameters. Raises InvalidRequest with the place of what is
+    wrong.
+    """
+    tools: list[dict[str, Any]] = []
+    names: set[str] = set()
+    for i, function in enumerate(functions or ()):
+        path = f"tools[{i}]"
+        name, _ = _check_function(function, path, schema_name)
+        if name in names:
+            _refuse(f"{path}.name", f"{path}.name is {name!r}, the name of an earlier tool")
+        names.add(name)
+        fields = {"name": name, "description": function.get("description"), "parameters": function.get(schema_name)}
+        fields["strict"] = function.get("strict")
+        given = {key: value for key, value in fields.items() if value is not None}
+        tools.append({"type": "function", "function": given})
+    return tools or None
 
 
 def _check_schema(schema: Any, path: str) -> Mapping[str, Any]:
@@ -113,12 +139,13 @@ def _template_call(call: Any, path: str) -> dict[str, Any]:
         _refuse(f"{path}.id", f"{path}.id is {id!r}; it must be a string, which the answer to the call names")
     path = f"{path}.function"
     function = _mapping(call.get("function"), path)
-    _known(function, path, ("name", "arguments"))
-    arguments = _arguments(function.get("arguments"), f"{path}.arguments")
-    return {"id": id, "type": "function", "function": {"name": _name(function, path), "arguments": arguments}}
+    _known(function, path, ("name", "arguments", "parsed_arguments"))  # the last: by OpenAI's client, from arguments
+    arguments = read_arguments(function.get("arguments"), f"{path}.arguments")
+    return {"id": id, "type": "function", "function": {"name": check_name(function, path), "arguments": arguments}}
 
 
-def _arguments(arguments: Any, path: str) -> dict[str, Any]:
+def read_arguments(arguments: Any, path: str) -> dict[str, Any]:
+    """A call's arguments: an object, or the JSON of one. Raises InvalidRequest."""
     if isinstance(arguments, str):
         try:
             arguments = _decode(arguments) if arguments.strip() else {}
@@ -137,7 +164,8 @@ def check_answers(messages: Sequence[Mapping[str, Any]]) -> None:
             _refuse(path, f"{path} is {id!r}; no message before it has a tool call of that id")
 
 
-def _name(function: Mapping[str, Any], path: str) -> str:
+def check_name(function: Mapping[str, Any], path: str) -> str:
+    """The name of the function at that place. Raises InvalidRequest."""
     name = function.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         _refuse(f"{path}.name", f"{path}.name is {name!r}; it must have 1 to 64 characters of a-z A-Z 0-9 _ -")

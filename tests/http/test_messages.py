@@ -7,7 +7,7 @@ import pytest
 
 from jaxinfer.config import ServerConfig
 from jaxinfer.http.message_events import MessageWriter
-from jaxinfer.http.parts import Call, Thought, Words
+from jaxinfer.text.message import Call, Thought, Words
 from jaxinfer.types import FinishReason
 from tests.http.conftest import wait_for
 
@@ -176,7 +176,7 @@ def test_tokens_are_counted_as_the_reply_counts_them(server, engine):
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "x": 1}]}]}, "content[0].x is not a"),
         ({"system": [{"type": "image"}]}, "system[0].type is 'image'"),
         ({"surprise": 1, "top_q": 2}, "surprise, top_q are not supported fields"),
-        ({"tools": [{"name": "f"}]}, "tools is"),
+        ({"tools": [{"name": "f"}]}, "tools[0].input_schema is missing"),
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking is"),
         ({"stop_sequences": [""]}, "stop contains an empty string"),
         ({"temperature": -1}, "temperature is -1"),
@@ -195,12 +195,20 @@ def test_fields_that_ask_for_what_is_done_anyway_are_accepted(server):
     assert ask(server, path="/v1/messages?beta=true").status_code == 200
 
 
+def test_conversations_are_not_kept_and_the_client_is_told_in_the_words_that_it_knows(server):
+    """E19."""
+    error = ask(server, thread={"type": "create"}).json()["error"]
+    assert error["details"] == {"error_code": "thread_unsupported_request"} and "send all of it" in error["message"]
+    assert ask(server, thread=None).status_code == 200
+
+
 def test_every_failure_has_anthropics_form(server, engine, own_server):
     """B3.1, E19, E25."""
     error_of(server.http.get("/v1/messages"), 405, "invalid_request_error")
     error_of(server.http.get("/v1/messages/nothing"), 404, "not_found_error")
     error_of(ask(server, model="other"), 404, "not_found_error")
-    error_of(server.http.post("/v1/messages", content=b"{"), 400, "invalid_request_error")
+    for body in (b"{", b'{"x": 1, "messages"', b'{"x": ' + b"[" * 20_000):
+        error_of(server.http.post("/v1/messages", content=body), 400, "invalid_request_error")
     error_of(server.http.post("/v1/messages", content=b" " * (2**24 + 1)), 413, "request_too_large")
     engine.refuse = True
     reply = ask(server)

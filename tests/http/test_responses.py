@@ -6,9 +6,10 @@ import threading
 import msgspec
 import pytest
 
-from jaxinfer.http.parts import Call, Thought, Words
 from jaxinfer.http.response_events import ResponseWriter, usage_fields
 from jaxinfer.http.response_store import ResponseStore
+from jaxinfer.http.turns import Turns
+from jaxinfer.text.message import Call, Thought, Words
 from jaxinfer.types import FinishReason
 from tests.http.conftest import Server, wait_for
 from tests.http.fake_engine import FakeEngine
@@ -245,7 +246,7 @@ def test_client_that_leaves_stops_the_engine_and_the_response_is_cancelled(serve
         ({"input": []}, "input"),
         ({"input": 5}, "input"),
         ({"input": [{"role": "tool", "content": "a"}]}, "input[0].role"),
-        ({"input": [{"type": "function_call_output", "call_id": "a", "output": "b"}]}, "input[0].type"),
+        ({"input": [{"type": "function_call_output", "call_id": "a", "output": "b"}]}, "input[0].call_id"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
         ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0].text"),
         ({"input": [{"role": "user", "content": "a", "x": 1}]}, "input[0].x"),
@@ -256,7 +257,7 @@ def test_client_that_leaves_stops_the_engine_and_the_response_is_cancelled(serve
         ({"metadata": {"a": 5}}, "metadata[...]"),
         ({"surprise": 1}, "surprise"),
         ({"background": True}, "background"),
-        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"text": {"format": {"type": "json_object"}}}, "text"),
         ({"reasoning": {"effort": "high"}}, "reasoning"),
         ({"truncation": "auto"}, "truncation"),
@@ -287,7 +288,8 @@ def test_every_failure_has_its_status(server, engine):
     error_of(reply, 405, "method_not_allowed")
     assert {"GET", "DELETE"} <= set(reply.headers["allow"].split(", "))
     error_of(ask(server, model="other"), 404, "model_not_found")
-    error_of(post(server, b"{", PATH), 400, "invalid_json")
+    for body in (b"{", b'{"x": 1, "input"', b'{"x": ' + b"[" * 20_000):
+        error_of(post(server, body, PATH), 400, "invalid_json")
     error_of(post(server, b"a", PATH, "text/plain"), 415, "unsupported_media_type")
     error_of(server.http.get(PATH + "/resp_1"), 404, "response_not_found")
     body = ask(server).json()
@@ -333,7 +335,10 @@ def test_thought_words_and_calls_are_items_of_their_own_in_their_order():
     items = events[-1]["response"]["output"]
     assert [item["type"] for item in items] == ["reasoning", "message", "function_call", "function_call"]
     assert items[0]["content"] == [{"type": "reasoning_text", "text": "hmm"}] and items[0]["summary"] == []
-    assert writer.text == "I look"
+    turns = Turns()
+    writer.add_to(turns)
+    (message,) = turns.messages()
+    assert (message["reasoning_content"], message["content"]) == ("hmm", "I look")
     assert [(item["call_id"], item["name"], item["arguments"]) for item in items[2:]] == [
         ("call_1", "find", '{"a": 1}'),
         ("call_2", "stop", "{}"),
