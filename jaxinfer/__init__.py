@@ -4,14 +4,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jaxinfer.agent.loop import Agent
     from jaxinfer.api import LLM
     from jaxinfer.config import EngineConfig
     from jaxinfer.serving import serve
     from jaxinfer.types import SamplingParams
 
-__all__ = ["LLM", "EngineConfig", "SamplingParams", "serve"]
+__all__ = ["LLM", "Agent", "EngineConfig", "SamplingParams", "serve"]
 
 _HOMES = {
+    "Agent": "jaxinfer.agent.loop",
     "LLM": "jaxinfer.api",
     "serve": "jaxinfer.serving",
     "EngineConfig": "jaxinfer.config",

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxinfer.config import (
@@ -55,6 +56,14 @@ def _refusals(command: str) -> tuple[type[Exception], ...]:
         from jaxinfer import serving
 
         return serving.REFUSALS
+    if command == "agent":  # with a URL it loads no JAX
+        from jaxinfer.agent.command import REFUSALS
+
+        if "jaxinfer.api" not in sys.modules:
+            return (*REFUSALS, ConfigError)
+        from jaxinfer import api
+
+        return (*REFUSALS, *api.REFUSALS)
     from jaxinfer import api
 
     return api.REFUSALS
@@ -82,6 +91,10 @@ def _parser() -> argparse.ArgumentParser:
     _add_engine(chat)
     _add_sampling(chat)
     chat.add_argument("--system", help="system message")
+    agent = command("agent", _agent, "Let a model answer with tools, in the terminal or once.")
+    _add_engine(agent)
+    _add_sampling(agent)
+    _add_agent(agent)
     convert = command("convert", _convert, "Write a checkpoint as an Orbax store, which loads into any sharding.")
     convert.add_argument("model", help="folder, GGUF file, Hub id or alias")
     convert.add_argument("out", help="new folder")
@@ -198,6 +211,25 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--sampling-seed", type=int, help="the same seed gives the same output")
 
 
+def _add_agent(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("agent")
+    group.add_argument("--prompt", help="answer this question and end; - reads it from standard input")
+    group.add_argument("--json", action="store_true", help="with --prompt: print the answer as a JSON object")
+    group.add_argument("--url", help="ask this server, which speaks OpenAI's chat completions, instead of an engine")
+    group.add_argument("--api-key", metavar="KEY", help=f"key for it (default: that of {API_KEY_VARIABLE}, or none)")
+    group.add_argument("--system", help="system message")
+    group.add_argument("--max-turns", type=int, default=10, help="most replies to a question (default: %(default)s)")
+    group.add_argument("--no-tools", action="store_true", help="let the model only talk")
+    group.add_argument("--mcp", action="append", default=[], metavar="COMMAND", help="MCP server to take tools from")
+    group.add_argument("--workspace", help="folder that tools may write to (default: a new one, removed at the end)")
+    group.add_argument("--tool-timeout-s", type=float, default=30.0, help="of one command (default: %(default)s)")
+    group.add_argument("--tool-memory-mib", type=int, default=512, help="of one command (default: %(default)s)")
+    group.add_argument(
+        "--unsafe-no-sandbox", action="store_true", help="run the model's commands as yourself, without any sandbox"
+    )
+    group.add_argument("--session", metavar="FILE", help="go on with this session, and save it after every answer")
+
+
 def _engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """The EngineConfig fields that the command line gave."""
     if args.model is not None and args.model_name is not None and args.model != args.model_name:
@@ -260,6 +292,37 @@ def _chat(args: argparse.Namespace) -> None:
             messages.append({"role": "user", "content": line})
             stats = _print_stream(llm, llm.chat_prompt(messages), sampling)
             messages.append({"role": "assistant", "content": stats.text})
+
+
+def _agent(args: argparse.Namespace) -> int:
+    from jaxinfer.agent import command
+
+    names = [field.name for field in dataclasses.fields(command.AgentCommand)]
+    return command.run(
+        command.AgentCommand(**{name: getattr(args, name) for name in names}), lambda: _agent_model(args)
+    )
+
+
+@contextlib.contextmanager
+def _agent_model(args: argparse.Namespace) -> Iterator[Any]:
+    """The model behind --url, or one in this process."""
+    options, sampling = _engine_options(args), _sampling(args)
+    if args.url is not None:
+        from jaxinfer.agent.remote import RemoteModel
+
+        if unused := [f"--{name.replace('_', '-')}" for name in options if name != "model"]:
+            raise InvalidRequest(f"{', '.join(unused)} is for an engine in this process; with --url there is none")
+        named = args.model if args.model is not None else args.model_name
+        key = args.api_key or os.environ.get(API_KEY_VARIABLE)
+        yield RemoteModel(args.url, sampling, api_key=key, model=named)
+        return
+    if args.api_key is not None:
+        raise InvalidRequest("--api-key is for the server at --url; give that, too")
+    from jaxinfer import api
+    from jaxinfer.agent.local import LocalModel
+
+    with api.LLM(**options) as llm:
+        yield LocalModel(llm, sampling)
 
 
 def _read_line() -> str:

@@ -61,7 +61,14 @@ MAY_IMPORT = {
     "jaxinfer.memory_plan": PACKAGES,  # what build would make, in bytes
     "jaxinfer.api": PACKAGES,
     "jaxinfer.doctor": PACKAGES,  # reports on every part
-    "jaxinfer.cli": ("jaxinfer.api", "jaxinfer.serving", "jaxinfer.doctor", "jaxinfer.config", "jaxinfer.types"),
+    "jaxinfer.cli": (
+        "jaxinfer.api",
+        "jaxinfer.agent",
+        "jaxinfer.serving",
+        "jaxinfer.doctor",
+        "jaxinfer.config",
+        "jaxinfer.types",
+    ),
     "jaxinfer.__main__": ("jaxinfer.cli",),
     # __init__: the public names
     "jaxinfer": ("jaxinfer.api", "jaxinfer.serving", "jaxinfer.config", "jaxinfer.types", "jaxinfer.agent"),
@@ -86,6 +93,7 @@ WITHOUT_JAX = (
     "jaxinfer.text",
     "jaxinfer.scheduler",
     "jaxinfer.http",
+    "jaxinfer.agent",
     "jaxinfer.found",
     "jaxinfer.frontend",
     "jaxinfer.serving",
@@ -99,6 +107,8 @@ INSIDE_FUNCTIONS = {
     ("jaxinfer.runner", "jax"): "Mosaic's half of Pallas takes 1.5 s to import, and only programs for Hopper need it",
     ("checkpoints", "orbax"): "takes 4 s to import, and only Orbax stores need it",
     ("jaxinfer.batch", "grain"): "only batch jobs need it",
+    ("jaxinfer.agent", "mcp"): "only MCP servers need it, and the extra agent installs it",
+    ("jaxinfer.agent", "prompt_toolkit"): "only terminals need it, and the extra agent installs it",
     ("jaxinfer.text", "llguidance"): "only constrained output needs it",
     ("jaxinfer.cli", "jaxinfer"): "takes 1.5 s with JAX, for which --help, wrong usage and serve need not wait",
 }

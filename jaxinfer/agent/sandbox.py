@@ -69,7 +69,7 @@ class Limits:
                 raise ValueError(f"{field.name} is {value}; a limit must be above 0")
 
     def rlimits(self) -> dict[str, tuple[int, int]]:
-        """Soft and hard resource limits, by name. A process that outlives the signal of the CPU limit is ended 1 s on."""
+        """Soft and hard resource limits, by name. A process that ignores the CPU limit's signal is ended 1 s later."""
         same = {
             "RLIMIT_AS": self.memory_bytes,
             "RLIMIT_NPROC": self.processes,

@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 import msgspec
 
 from jaxinfer.agent.sandbox import Sandbox, SandboxUnavailable
-from jaxinfer.agent.supervise import MAX_OUTPUT_CHARS
+from jaxinfer.agent.supervise import MAX_OUTPUT_CHARS, Outcome
 
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _PARAMETER_LINE = re.compile(r"\s*(?::param\s+)?(\w+)\s*(?:\([^)]*\))?:\s+(\S.*)")
 
 
 class ToolError(Exception):
-    """A call that failed in a way that the model can mend; the message is what it is told."""
+    """A call that failed in a way that the model can mend; it is told the message as it is."""
 
 
 class Tool(NamedTuple):
@@ -78,7 +78,7 @@ class Toolbox:
             known = ", ".join(self._tools) or "none"
             return ToolResult(f"error: there is no tool {name!r}; the tools are: {known}", failed=True)
         try:
-            values = json.loads(arguments or "{}")
+            values = json.loads(arguments or "{}", strict=False)
         except (ValueError, RecursionError) as error:
             return ToolResult(f"error: the arguments of {name} are not valid JSON: {error}", failed=True)
         if not isinstance(values, dict):
@@ -86,7 +86,7 @@ class Toolbox:
         try:
             return ToolResult(_cut(tool.run(values)), failed=False)
         except ToolError as error:
-            return ToolResult(_cut(f"error: {error}"), failed=True)
+            return ToolResult(_cut(str(error)), failed=True)
         except Exception as error:
             return ToolResult(_cut(f"error: {name} raised {type(error).__name__}: {error}"), failed=True)
 
@@ -123,11 +123,19 @@ def from_function(function: Callable[..., Any]) -> Tool:
         try:
             converted = msgspec.convert(values, arguments)
         except msgspec.ValidationError as error:
-            raise ToolError(f"the arguments of {name} do not fit: {error}") from None
+            raise ToolError(f"error: the arguments of {name} do not fit: {error}") from None
         result = function(**{field: getattr(converted, field) for field, *_ in fields})
         return result if isinstance(result, str) else msgspec.json.encode(result).decode()
 
     return Tool(name, doc, parameters, run)
+
+
+def is_object(arguments: str) -> bool:
+    """Whether a call's arguments are the JSON text of an object."""
+    try:
+        return isinstance(json.loads(arguments), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _default(value: Any) -> Any:
@@ -157,23 +165,26 @@ def sandbox_tools(sandbox: Sandbox) -> list[Tool]:
         f"{limits.memory_bytes >> 20} MiB; files in the current folder are kept"
     )
 
+    def run(command: Callable[[str], Outcome], text: str) -> str:
+        try:
+            outcome = command(text)
+        except (ValueError, SandboxUnavailable) as error:
+            raise ToolError(f"error: {error}") from None
+        told = sandbox.explain(outcome)
+        if outcome.status or outcome.ended_by:
+            raise ToolError(told)
+        return told
+
     def shell(command: str) -> str:
         """Run a shell command and return what it prints."""
-        return sandbox.explain(_run(sandbox.shell, command))
+        return run(sandbox.shell, command)
 
     def python(code: str) -> str:
         """Run a Python program and return what it prints; print the results that you want to see."""
-        return sandbox.explain(_run(sandbox.python, code))
+        return run(sandbox.python, code)
 
     tools = [from_function(function) for function in (shell, python)]
     return [tool._replace(description=f"{tool.description} {where}.") for tool in tools]
-
-
-def _run(run: Callable[[str], Any], text: str) -> Any:
-    try:
-        return run(text)
-    except (ValueError, SandboxUnavailable) as error:
-        raise ToolError(str(error)) from None
 
 
 def _cut(text: str) -> str:
