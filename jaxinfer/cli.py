@@ -218,12 +218,12 @@ def _add_agent(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--url", help="ask this server, which speaks OpenAI's chat completions, instead of an engine")
     group.add_argument("--api-key", metavar="KEY", help=f"key for it (default: that of {API_KEY_VARIABLE}, or none)")
     group.add_argument("--system", help="system message")
-    group.add_argument("--max-turns", type=int, default=10, help="most replies to a question (default: %(default)s)")
+    group.add_argument("--max-turns", type=int, help="most replies to a question (default: 10)")
     group.add_argument("--no-tools", action="store_true", help="let the model only talk")
     group.add_argument("--mcp", action="append", default=[], metavar="COMMAND", help="MCP server to take tools from")
     group.add_argument("--workspace", help="folder that tools may write to (default: a new one, removed at the end)")
-    group.add_argument("--tool-timeout-s", type=float, default=30.0, help="of one command (default: %(default)s)")
-    group.add_argument("--tool-memory-mib", type=int, default=512, help="of one command (default: %(default)s)")
+    group.add_argument("--tool-timeout-s", type=float, help="of one command (default: 30)")
+    group.add_argument("--tool-memory-mib", type=int, help="of one command (default: 512)")
     group.add_argument(
         "--unsafe-no-sandbox", action="store_true", help="run the model's commands as yourself, without any sandbox"
     )
@@ -297,10 +297,9 @@ def _chat(args: argparse.Namespace) -> None:
 def _agent(args: argparse.Namespace) -> int:
     from jaxinfer.agent import command
 
-    names = [field.name for field in dataclasses.fields(command.AgentCommand)]
-    return command.run(
-        command.AgentCommand(**{name: getattr(args, name) for name in names}), lambda: _agent_model(args)
-    )
+    given = {field.name: getattr(args, field.name) for field in dataclasses.fields(command.AgentCommand)}
+    asked = command.AgentCommand(**{name: value for name, value in given.items() if value is not None})
+    return command.run(asked, lambda: _agent_model(args))
 
 
 @contextlib.contextmanager

@@ -42,8 +42,8 @@ class AgentCommand:
     """Commands of MCP servers."""
     workspace: str | None = None
     unsafe_no_sandbox: bool = False
-    tool_timeout_s: float = Limits.time_s
-    tool_memory_mib: int = Limits.memory_bytes >> 20
+    tool_timeout_s: float = 30.0
+    tool_memory_mib: int = 512
     session: str | None = None
     """A file to go on from, if it is there, and to save after every answer."""
 

@@ -30,8 +30,8 @@ class McpServer:
 
     def __init__(self, command: str, *, environment: dict[str, str] | None = None):
         try:
-            import mcp
-            from mcp.client import stdio
+            import mcp  # pyright: ignore[reportMissingImports]
+            from mcp.client import stdio  # pyright: ignore[reportMissingImports]
         except ImportError:
             raise McpUnavailable("MCP servers need the package mcp: pip install 'jaxinfer[agent]'") from None
         self._mcp, self._stdio = mcp, stdio
@@ -83,9 +83,10 @@ class McpServer:
                     await session.initialize()
                     tools, cursor = [], None
                     while True:
-                        page = await session.list_tools(cursor=cursor)
+                        params = self._mcp.types.PaginatedRequestParams(cursor=cursor) if cursor else None
+                        page = await session.list_tools(params=params)
                         tools += page.tools
-                        if (cursor := page.nextCursor) is None:
+                        if (cursor := page.next_cursor) is None:
                             break
                     self._session = session
                     self._ready.set_result(tools)
@@ -110,11 +111,11 @@ class McpServer:
                 future.cancel()
                 raise
             text = "\n".join(_text(part) for part in result.content)
-            if result.isError:
+            if result.is_error:
                 raise ToolError(f"error: {text}")
             return text
 
-        return Tool(name, listed.description or "", listed.inputSchema, run)
+        return Tool(name, listed.description or "", listed.input_schema, run)
 
 
 def _text(part: Any) -> str:

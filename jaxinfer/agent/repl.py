@@ -142,7 +142,7 @@ def _asker(display: Display) -> Callable[[str], str]:
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         return input
     try:
-        import prompt_toolkit
+        import prompt_toolkit  # pyright: ignore[reportMissingImports]
     except ImportError:
         display.line("prompt_toolkit is not installed: no history and editing (pip install 'jaxinfer[agent]')")
         return input

@@ -14,6 +14,7 @@ from jaxinfer.agent.history import Entry, History, Turn, is_question
 FORMAT = "jaxinfer-agent-session"
 VERSION = 1
 _ROLES = ("user", "assistant", "tool")
+_TITLES = {"assistant": "Assistant", "tool": "Tool"}
 
 
 class SessionFileError(ValueError):
@@ -46,9 +47,7 @@ def load(path: str | Path) -> Session:
         lines = file.read().splitlines()
     head = _object(path, 1, lines[0] if lines else "")
     if (head.get("format"), head.get("version")) != (FORMAT, VERSION):
-        raise SessionFileError(
-            f"{path} is no session of version {VERSION}: its first line is {lines[0][:80] if lines else ''!r}"
-        )
+        raise SessionFileError(f"{path} is no session of version {VERSION}: it begins with {lines[:1]!r:.80}")
     entries = [_entry(path, number, line) for number, line in enumerate(lines[1:], 2)]
     return Session(str(head.get("model")), head.get("system"), History(entries))
 
@@ -59,9 +58,8 @@ def export(path: str | Path, session: Session) -> None:
     if session.system:
         parts.append(f"**System**\n\n{session.system}\n")
     for message, _ in session.history.entries:
-        role = (
-            "User" if is_question(message) else {"assistant": "Assistant", "tool": "Tool"}.get(message["role"], "Note")
-        )
+        role = "User" if is_question(message) else _TITLES.get(message["role"], "Note")
+
         named = f"{role} `{message['name']}`" if message.get("name") else role
         text = message.get("content") or ""
         parts.append(f"**{named}**\n")

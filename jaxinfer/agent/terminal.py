@@ -82,13 +82,12 @@ def _short(text: str) -> str:
 
 def table(turns: Sequence[Turn]) -> str:
     """A row for every reply, and the sums. Times in ms and s; `-` where the model does not say."""
-    rows = [("turn", "prompt", "cached", "reply", "TTFT ms", "reply s", "calls", "tools s")]
+    rows: list[tuple[str, ...]] = [("turn", "prompt", "cached", "reply", "TTFT ms", "reply s", "calls", "tools s")]
     for number, turn in enumerate(turns, 1):
         first = None if turn.first_token_s is None else f"{turn.first_token_s * 1e3:.0f}"
         counts = (turn.prompt_tokens, turn.cached_tokens, turn.completion_tokens, first)
-        rows.append(
-            (str(number), *map(_cell, counts), f"{turn.reply_s:.2f}", str(turn.num_calls), f"{turn.tool_s:.2f}")
-        )
+        times = (f"{turn.reply_s:.2f}", str(turn.num_calls), f"{turn.tool_s:.2f}")
+        rows.append((str(number), *map(_cell, counts), *times))
     sums = [_sum([getattr(turn, name) for turn in turns]) for name in ("prompt_tokens", "cached_tokens")]
     replies = _sum([turn.completion_tokens for turn in turns])
     seconds = [f"{sum(getattr(turn, name) for turn in turns):.2f}" for name in ("reply_s", "tool_s")]

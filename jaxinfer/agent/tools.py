@@ -104,7 +104,8 @@ def from_function(function: Callable[..., Any]) -> Tool:
     if not doc:
         raise TypeError(f"the tool {name!r} has no docstring; a model learns from it what the tool does")
     hints = typing.get_type_hints(function, include_extras=True)
-    described = dict(found.groups() for line in doc.splitlines() if (found := _PARAMETER_LINE.fullmatch(line)))
+    lines = filter(None, map(_PARAMETER_LINE.fullmatch, doc.splitlines()))
+    described: dict[str, str] = {found[1]: found[2] for found in lines}
     fields = []
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
