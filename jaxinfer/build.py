@@ -19,8 +19,10 @@ from jax.sharding import Mesh
 from checkpoints import load, orbax_store
 from checkpoints.resolve import Checkpoint
 from checkpoints.source import CheckpointError
+from jaxinfer.allocator import keep_freed_memory
 from jaxinfer.background import Background
 from jaxinfer.config import ConfigError, EngineConfig, SchedulerLimits
+from jaxinfer.defaults import eos_ids, sampling_defaults
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.loop import engine_main
 from jaxinfer.found import Found, find_model
@@ -42,14 +44,15 @@ from jaxinfer.scheduler.kv_cache import KvCache
 from jaxinfer.scheduler.scheduler import Scheduler
 from jaxinfer.sharding import rules
 from jaxinfer.text.tokenizer import Tokenizer
-from jaxinfer.types import EngineInfo, InvalidRequest, SamplingParams
+from jaxinfer.types import EngineInfo
 
 MAX_NUM_SEQS = {"cpu": 8, "gpu": 256}
 MAX_STEP_TOKENS = {"cpu": 512, "gpu": 8192}
 MIXED_TOKENS_ON_CPU = 64
 """Chunk beside decode rows where steps are not measured."""
-SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-"""What is taken from a model's generation_config."""
+NUM_STATE_COPIES = {"cpu": 16, "gpu": 64}
+STATE_TOKENS = {"cpu": 64, "gpu": 256}
+"""Positions between copies of recurrent states: on a GPU a step computes more tokens than that in the time of few."""
 CACHE_DIR = Path.home() / ".cache" / "jaxinfer" / "xla"
 SHARES = {"loading": 3.0, "programs": 4.0, "warm-up": 3.0}
 """Of the progress bar, about as they take on a GPU when nothing is cached."""
@@ -89,7 +92,10 @@ def build_engine(config: EngineConfig, found: Found | None = None, *, show_progr
         max_mixed_tokens=_max_mixed_tokens(config, buckets, runner.times_ms, mesh),
         calm_mixed_tokens=_calm_mixed_tokens(buckets, runner.times_ms, mesh),
         max_waiting=config.max_waiting,
-        prefix_caching=config.enable_prefix_caching and builder.model.recurrent is None,
+        prefix_caching=config.enable_prefix_caching
+        and (builder.model.recurrent is None or builder.shape.num_states > 0),
+        num_states=builder.shape.num_states,
+        state_tokens=_state_tokens(builder),
         num_frames=tiers.num_frames,
         frame_pages=max(tiers.frame_pages, 1),
         restore_ms=runner.restore_ms,
@@ -142,16 +148,27 @@ def tensor_names(checkpoint: Checkpoint) -> Collection[str]:
 
 
 def check_recurrent(config: EngineConfig, model: Model) -> None:
-    """ConfigError for tiers behind a cache that keeps nothing: a prefix is of no use without the state at its end."""
+    """ConfigError for a tier that does not keep what a prefix is of no use without: the state at its end."""
     if model.recurrent is None:
         return
     if config.kv_host_gib:
         raise ConfigError(
-            f"kv_host_gib is {config.kv_host_gib}; {model.architecture} has a recurrent state, without which the pages "
-            "of a prefix cannot be used again, so none are kept: 0 would work"
+            f"kv_host_gib is {config.kv_host_gib}; {model.architecture} has a recurrent state, whose copies are kept "
+            "on the device alone, and without one the pages of a prefix are of no use: 0 would work"
         )
-    if config.enable_prefix_caching:
-        log.info("%s has a recurrent state; prefixes of its prompts are not kept", model.architecture)
+
+
+def _num_states(config: EngineConfig, model: Model, platform: str) -> int:
+    """Copies of recurrent states that there is room for."""
+    if model.recurrent is None or not config.enable_prefix_caching:
+        return 0
+    return NUM_STATE_COPIES[platform] if config.num_state_copies is None else config.num_state_copies
+
+
+def _state_tokens(builder: StepBuilder) -> int:
+    """Positions between those copies; 0 where there are none."""
+    shape = builder.shape
+    return max(STATE_TOKENS[builder.platform], shape.page_size) if shape.num_states else 0
 
 
 class Built(NamedTuple):
@@ -303,40 +320,6 @@ def load_params(
     return params
 
 
-def eos_ids(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """Every id that ends a generation: what config, text_config, generation_config and tokenizer name, together.
-
-    CheckpointError for one that is no id.
-    """
-
-    def named() -> Iterator[int]:
-        text_config = checkpoint.config.get("text_config") or {}
-        for source in (checkpoint.config, text_config, checkpoint.generation_config):
-            value = source.get("eos_token_id")
-            for token in value if isinstance(value, list) else [] if value is None else [value]:
-                if isinstance(token, bool) or not isinstance(token, int) or token < 0:
-                    raise CheckpointError(f"{checkpoint.path}: eos_token_id is {value!r}; token ids are needed")
-                yield token
-        yield from tokenizer.eos_ids if tokenizer else ()
-
-    return tuple(dict.fromkeys(named()))
-
-
-def sampling_defaults(checkpoint: Checkpoint) -> dict[str, float]:
-    """What the model's generation_config says of sampling. With `do_sample` false it asks for greedy decoding.
-
-    CheckpointError for a value that a request could not ask for either.
-    """
-    given = checkpoint.generation_config
-    defaults = {name: given[name] for name in SAMPLING_DEFAULTS if given.get(name) is not None}
-    for name, value in defaults.items():
-        try:
-            SamplingParams(**{name: value})
-        except (InvalidRequest, TypeError) as error:
-            raise CheckpointError(f"{checkpoint.path}: generation_config's {name} is {value!r}: {error}") from None
-    return {**defaults, "temperature": 0.0} if given.get("do_sample") is False else defaults
-
-
 def check_context(config: EngineConfig, model: Model) -> None:
     """ConfigError for a context longer than the model's own."""
     if config.max_model_len is not None and config.max_model_len > model.max_model_len:
@@ -352,6 +335,7 @@ def _state_shape(config: EngineConfig, model: Model, mesh: Mesh) -> cache.StateS
     dtype = {"cpu": "float32", "gpu": "bfloat16"}[platform] if config.dtype == "auto" else config.dtype
     return cache.StateShape(
         recurrent=model.recurrent,
+        num_states=_num_states(config, model, platform),
         cache=model.cache,
         num_pages=config.num_pages or 1,
         page_size=config.page_size,
@@ -401,7 +385,9 @@ def main(config_json: str, show_progress: str, fds: str) -> None:
     config = msgspec.json.decode(config_json, type=EngineConfig)
 
     def build() -> Engine:
-        return build_engine(config, show_progress=bool(int(show_progress)))
+        engine = build_engine(config, show_progress=bool(int(show_progress)))
+        keep_freed_memory()  # only now: of what loading took, all goes back
+        return engine
 
     engine_main(fds, build, REFUSALS, step_timeout_s=config.step_timeout_s)
 

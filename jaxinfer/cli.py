@@ -142,6 +142,11 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         "--step-timeout-s", type=float, help="a step that takes longer fails its requests, in seconds (default 300)"
     )
     group.add_argument("--tensor-parallel-size", "-tp", type=int, help="devices that the model is split over")
+    group.add_argument(
+        "--enable-expert-parallel",
+        action=argparse.BooleanOptionalAction,
+        help="each of these devices holds whole experts instead of a slice of every one (default: no)",
+    )
     group.add_argument("--seed", type=int, help="of random weights")
     group.add_argument("--compile-cache-dir", help="folder for compiled steps; empty: none")
 

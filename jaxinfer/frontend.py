@@ -16,6 +16,7 @@ from typing import NamedTuple
 import msgspec
 import uvloop
 
+from jaxinfer.allocator import keep_freed_memory
 from jaxinfer.engine.client import EngineClient
 from jaxinfer.http.control import Control, Setup
 from jaxinfer.http.counters import Counters
@@ -89,6 +90,7 @@ def main(descriptors: str, control_fd: str) -> None:
     # What was made until now stays: looked through again by every full collection, it would hold up all streams.
     gc.collect()
     gc.freeze()
+    keep_freed_memory()
     asyncio.run(worker.serve(app, setup.grace_s), loop_factory=uvloop.new_event_loop)
 
 

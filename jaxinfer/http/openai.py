@@ -13,6 +13,7 @@ from typing import Any, ClassVar, NoReturn
 import msgspec
 import numpy
 
+from jaxinfer.http import token_ids
 from jaxinfer.http.tools import check_answers, check_tools, template_calls
 from jaxinfer.types import MAX_LOGPROBS, InvalidRequest, SamplingParams
 
@@ -308,6 +309,11 @@ def decode[Kind: _Generation](kind: type[Kind], body: bytes) -> Kind:
 def _completion(body: bytes) -> CompletionRequest | None:
     """The request, not yet checked, with its token ids packed. None: something is wrong with the body."""
     try:
+        if (parts := token_ids.cut(body)) is not None:  # a decoder would look at every id, only to find the list's end
+            request = _unread_decoder.decode(parts.rest)
+            if bytes(request.prompt) == token_ids.MARK and (ids := token_ids.read(parts.ids)) is not None:
+                msgspec.structs.force_setattr(request, "prompt", ids)
+                return request
         request = _unread_decoder.decode(body)
         prompt = _token_ids(request.prompt)
         if prompt is None:
@@ -321,7 +327,8 @@ def _completion(body: bytes) -> CompletionRequest | None:
 def _token_ids(prompt: msgspec.Raw) -> array[int] | None:
     """The ids of a prompt that is one list of them; None if it is not, or has an id that is refused anyway.
 
-    numpy reads 32,768 ids in 0.55 ms; msgspec takes 0.96 ms, and 0.2 ms more to pack what it makes of them.
+    However the list is written, while `token_ids` knows the two usual ways. numpy reads 32,768 ids in 0.55 ms; msgspec
+    takes 0.96 ms, and 0.2 ms more to pack what it makes of them.
     """
     view = memoryview(prompt)
     if bytes(view[:1]) != b"[" or not bytes(view[1:2]).isdigit():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import flax.struct
 import jax
@@ -29,7 +29,7 @@ MAX_PAGES = 2**18
 NUM_HOLES = 16
 """More than the small arrays that a step and the one ahead of it hold."""
 HOLE_BYTES = 2**18
-"""Least size of a hole."""
+"""Least size of a hole for these, and the size of what is kept between holes."""
 
 
 class PoolError(ValueError):
@@ -42,8 +42,9 @@ class DeviceState:
 
     k_pages: jax.Array  # [L, P, S, K, E]
     v_pages: jax.Array  # [L, P, S, K, E]
-    recurrent: jax.Array | None  # [L, N + 1, Hk, G, dk, dv] float32: of the layers that have one; None: none has
-    conv: jax.Array | None  # [L, N + 1, taps, Hk, C] float32: their last inputs, that of position p in row p % taps
+    # Of the layers that have a state; None: none has. Behind slot N come the places of M copies.
+    recurrent: jax.Array | None  # [L, N + 1 + M, Hk, G, dk, dv] float32
+    conv: jax.Array | None  # [L, N + 1 + M, taps, Hk, C] float32: their last inputs, position p's in row p % taps
     page_table: jax.Array  # [N + 1, W] int32
     logits: jax.Array  # [R, V] float32: of the last step's rows, R = N; -inf: never sampled
     sampled_slot: jax.Array  # [R] int32: slot of each of these rows; N where the row does not sample
@@ -62,6 +63,7 @@ class StateShape:
 
     cache: CacheShape
     recurrent: RecurrentShape | None = None
+    num_states: int = 0  # M, copies of a slot's recurrent state
     num_pages: int  # that sequences may own; the pool has one more
     page_size: int
     num_slots: int
@@ -86,9 +88,10 @@ class StateShape:
         recurrent = conv = None
         if (r := self.recurrent) is not None:
             heads, slots = ("delta_heads", None), ("layers", None)
-            matrices = (r.num_layers, rows, r.num_key_heads, r.group, r.key_width, r.value_width)
+            places = rows + self.num_states
+            matrices = (r.num_layers, places, r.num_key_heads, r.group, r.key_width, r.value_width)
             recurrent = array(matrices, jnp.float32, (*slots, *heads, None, None))
-            conv = array((r.num_layers, rows, TAPS, r.num_key_heads, r.channels), jnp.float32, (*slots, None, *heads))
+            conv = array((r.num_layers, places, TAPS, r.num_key_heads, r.channels), jnp.float32, (*slots, None, *heads))
         return DeviceState(
             k_pages=array(pool, self.dtype, pool_axes),
             v_pages=array(pool, self.dtype, pool_axes),
@@ -112,22 +115,46 @@ def zeros(abstract: DeviceState) -> DeviceState:
     return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype, device=a.sharding), abstract)
 
 
-def make_holes(num_bytes: int) -> list[jax.Array]:
-    """Free blocks of `num_bytes` among the allocations, for as long as the arrays that are returned live.
+def make_holes(sizes: Sequence[int]) -> list[jax.Array]:
+    """Free blocks of `sizes`, in bytes, among the allocations, for as long as the arrays that are returned live.
 
     XLA's allocator takes the smallest free block that fits. Without such, the small arrays that come and go with every
     step (inputs on their way in, results on their way out) are cut from the block that the step's temporaries just
     left; these then move, and updating the captured graph takes 2 to 3 ms instead of the 0.2 ms of a replay (Qwen3-4B,
-    H200).
+    H200). All blocks are made before any is given back, or a smaller one would be cut from a larger hole.
     """
-    blocks = [jnp.zeros(num_bytes, jnp.uint8) for _ in range(2 * NUM_HOLES)]
+    blocks = [jnp.zeros(num_bytes, jnp.uint8) for size in sizes for num_bytes in (size, HOLE_BYTES)]
     jax.block_until_ready(blocks)
-    return blocks[::2]
+    return blocks[1::2]
+
+
+def hole_sizes(small_bytes: int, temp_bytes: Collection[int], frame_bytes: int, num_frames: int) -> list[int]:
+    """Of the holes that keep the temporaries of steps in their place, in bytes of one device.
+
+    small_bytes: of the largest array that comes and goes with a step; temp_bytes: of the temporaries of each bucket;
+    frame_bytes: of one of the `num_frames` that are on their way to or from the host at once, 0 without a host tier.
+
+    A frame, of 76 MB, would take the place of temporaries, and leave one behind that suits them better. So frames have
+    places of just their size, and what is smaller has one that is smaller: all temporaries that a frame's place could
+    hold, a step at a time.
+    """
+    small = [max(small_bytes, HOLE_BYTES)] * NUM_HOLES
+    if not frame_bytes:
+        return small
+    fitting = [size for size in temp_bytes if size < frame_bytes]
+    return [*small, *[frame_bytes] * num_frames, *([max(fitting)] if fitting else [])]
 
 
 def token_bytes(cache: CacheShape, dtype: jnp.dtype) -> int:
     """Bytes of KV cache that one token takes over all layers and devices."""
     return 2 * cache.num_layers * cache.num_kv_heads * cache.head_width * jnp.dtype(dtype).itemsize
+
+
+def state_bytes(recurrent: RecurrentShape) -> int:
+    """Bytes of a sequence's recurrent state, or of a copy of it, over all layers and devices."""
+    r = recurrent
+    heads = r.num_layers * r.num_key_heads
+    return 4 * heads * (r.group * r.key_width * r.value_width + TAPS * r.channels)
 
 
 def slot_bytes(state: DeviceState) -> int:

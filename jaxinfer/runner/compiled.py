@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import secrets
@@ -41,25 +42,30 @@ Check = Callable[[], None]
 CHECK_EVERY_S = 0.1
 MAX_THREADS = 8
 
+log = logging.getLogger(__name__)
+
 
 class Programs(NamedTuple):
     """All that runs on the device. What a program changes is donated to it, so that no buffer ever moves.
 
     A captured graph replays in 0.1 ms of host time, but takes 2 to 5 ms once a buffer that it touches has moved (H200):
-    hence inputs are staged in one buffer that stays, and results are read from the state.
+    hence inputs are staged in buffers that stay, and results are read from the state.
     """
 
     steps: Mapping[Bucket, Any]  # (params, state, staged inputs) -> state, with the likeliest token of every row
     samplers: Mapping[int, Any]  # by rows: state -> state, with what the requests of the last step's rows ask for
     stage: Any  # (staged inputs, new inputs) -> staged inputs
+    stage_rows: Any  # the same for the inputs of decode steps, which have a buffer of their own
     read_tokens: Any  # DeviceState.last_token -> a copy for the host
     read_logprobs: Any  # DeviceState.logprobs -> a copy for the host
     set_up_slot: Any  # (state, packed history) -> state
-    set_up_prefix: Any  # (state, packed prefix) -> state
+    set_up_prefix: Any  # (state, staged inputs, packed prefix and new inputs) -> state, staged inputs
+    set_up_prefix_rows: Any  # the same with the inputs of a decode step
     long: Mapping[int, Any]  # by tokens: (params, state, host context, staged inputs) -> state, rows to store
     long_stores: Mapping[int, Any]  # by tokens: (host context, rows to store, staged inputs) -> host context
     gather_frame: Any = None  # (k_pages, v_pages, pages) -> frame; None: there is no host tier
     scatter_frame: Any = None  # (state, frame, pages) -> state
+    copy_state: Any = None  # (state, place that is copied and where to) -> state; None: no recurrent states are kept
 
 
 def compile_programs(
@@ -86,6 +92,19 @@ def compile_programs(
         long={tokens: made[program.name] for tokens, program in long.items()},
         long_stores={tokens: made[program.name] for tokens, program in stores.items()},
     )
+
+
+def temp_bytes(programs: Programs) -> list[int]:
+    """Bytes of temporaries of each step on each device. Fewer, and it says so, where a backend does not know them."""
+    found: list[int] = []
+    for bucket, program in programs.steps.items():
+        try:
+            sizes = program.memory_analysis()
+        except jax.errors.JaxRuntimeError as error:  # of one that was stored
+            log.warning("what %s needs for temporaries is not known: %s", bucket, error)
+        else:
+            found += [] if sizes is None else [sizes.temp_size_in_bytes]
+    return found
 
 
 def largest_temp_bytes(
@@ -177,7 +196,8 @@ def _result(future: Future[Any], check: Check) -> Any:
 
 def step_program(builder: StepBuilder, params: Any, bucket: Bucket) -> Program:
     """A bucket's step. `params` are arrays or their abstract values with shardings."""
-    args = (_abstract(params), builder.abstract_state, builder.abstract_inputs)
+    staged = builder.abstract_rows if bucket.decode else builder.abstract_inputs
+    args = (_abstract(params), builder.abstract_state, staged)
     options = _options(builder, captured=True)
     return Program(str(bucket), builder.step(bucket), args, builder.abstract_state, donated=(1,), options=options)
 
@@ -209,10 +229,11 @@ def long_store_program(builder: StepBuilder, num_tokens: int) -> Program:
 
 def small_programs(builder: StepBuilder) -> dict[str, Program]:
     """The programs around the steps, by their names in Programs."""
-    state, staged = builder.abstract_state, builder.abstract_inputs
+    state, staged, rows = builder.abstract_state, builder.abstract_inputs, builder.abstract_rows
     history = builder.replicated((inputs.history_size(builder.shape.max_model_len),), jnp.int32)
     num_prefix = inputs.prefix_size(builder.shape.table_width)
     prefix = builder.replicated((num_prefix + staged.size,), jnp.int32)
+    prefix_rows = builder.replicated((num_prefix + rows.size,), jnp.int32)
     options = _options(builder, captured=False)
 
     def stage(staged: jax.Array, new: jax.Array) -> jax.Array:
@@ -227,11 +248,16 @@ def small_programs(builder: StepBuilder) -> dict[str, Program]:
 
     found: tuple[Program, ...] = (
         Program("stage", stage, (staged, staged), staged, donated=(0,), options=options),
+        Program("stage_rows", stage, (rows, rows), rows, donated=(0,), options=options),
         Program("read_tokens", read, (state.last_token,), state.last_token, options=options),
         Program("read_logprobs", read, (state.logprobs,), state.logprobs, options=options),
         Program("set_up_slot", builder.set_up_slot, (state, history), state, donated=(0,), options=options),
         Program("set_up_prefix", set_up_prefix, (state, staged, prefix), (state, staged), (0, 1), options),
+        Program("set_up_prefix_rows", set_up_prefix, (state, rows, prefix_rows), (state, rows), (0, 1), options),
     )
+    if builder.shape.num_states:
+        places = builder.replicated((2,), jnp.int32)
+        found += (Program("copy_state", builder.copy_state, (state, places), state, donated=(0,), options=options),)
     if builder.frame_pages:
         pages, frame = builder.replicated((builder.frame_pages,), jnp.int32), builder.abstract_frame
         pools = state.k_pages, state.v_pages

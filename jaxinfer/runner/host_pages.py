@@ -40,6 +40,8 @@ MAX_ARRIVING = 4
 """Frames on their way to the device at once: the next copy waits behind the one that runs."""
 MAX_LEAVING = 4
 """Frames on their way from the device at once: each takes memory of the device until it has left."""
+MAX_MOVING = MAX_ARRIVING + MAX_LEAVING
+"""Frames on the device at once."""
 POLL_S = 5e-5
 WARM_UP_FRAMES = 8
 """Copied to measure what a frame takes."""

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.params import Params
-from jaxinfer.runner import cache, inputs, long_context, sampling
+from jaxinfer.runner import cache, compiled, host_pages, inputs, long_context, sampling
 from jaxinfer.runner.buckets import Bucket, choose
 from jaxinfer.runner.compiled import Programs, Progress
 from jaxinfer.runner.disk_pages import DiskPages
@@ -72,8 +72,7 @@ class ModelRunner:
         self._host: long_context.HostContext | None = None
         self._make_state()
         self._make_host()
-        hole_bytes = max(cache.HOLE_BYTES, self._staged.nbytes, self._state.logprobs.nbytes)
-        self._around_holes = cache.make_holes(hole_bytes) if builder.platform != "cpu" else []
+        self._around_holes = cache.make_holes(self._hole_sizes()) if builder.platform != "cpu" else []
         self._counter = CompilationCounter()
         self._tier: HostPages | None = None
         self.restore_ms = 0.0
@@ -119,9 +118,11 @@ class ModelRunner:
                 if chunk.history is not None and (chunk.request.has_penalties or chunk.request.logit_bias):
                     self._set_up_slot(chunk)
             if not plan.num_rows:
-                self._stage(np.zeros(0, np.int32), plan.prefixes)
+                self._stage_rows(np.zeros(0, np.int32), plan.prefixes)
                 return None
             num_rows = self._run_plan(plan) if plan.long is None else self._run_long(plan.long, plan.prefixes)
+            for slot, place in plan.kept_states:
+                self._copy_state(slot, self._first_copy + place)
             if not plan.is_plain:
                 self._state = self._programs.samplers[num_rows](self._state)
             return self._read(plan, wants_logprobs=plan.wants_logprobs)
@@ -163,7 +164,7 @@ class ModelRunner:
         """
         if self._tier is not None:
             self._tier.lose_device()
-        del self._state, self._staged  # first, since there may be no room for both
+        del self._state, self._staged, self._rows  # first, since there may be no room for both
         self._make_state()
         if self._host is not None and not long_context.is_whole(self._host):
             self._host = None  # first, for the same reason
@@ -174,12 +175,23 @@ class ModelRunner:
         self._counter.close()
         if self._tier is not None:
             self._tier.close()
-        del self._programs, self._params, self._state, self._staged, self._host, self._around_holes
+        del self._programs, self._params, self._state, self._staged, self._rows, self._host, self._around_holes
 
     def _make_state(self) -> None:
-        inputs = self._builder.abstract_inputs
+        inputs, rows = self._builder.abstract_inputs, self._builder.abstract_rows
         self._state = cache.zeros(self._builder.abstract_state)
         self._staged = jnp.zeros_like(inputs, device=inputs.sharding)
+        self._rows = jnp.zeros_like(rows, device=rows.sharding)  # of decode steps
+
+    def _hole_sizes(self) -> list[int]:
+        """See `cache.hole_sizes`."""
+        small_bytes, frame_bytes = max(self._staged.nbytes, self._state.logprobs.nbytes), 0
+        if self._builder.frame_pages:
+            frame = self._builder.abstract_frame
+            assert frame.sharding is not None
+            frame_bytes = math.prod(frame.sharding.shard_shape(frame.shape)) * frame.dtype.itemsize
+        temp_bytes = compiled.temp_bytes(self._programs) if frame_bytes else ()
+        return cache.hole_sizes(small_bytes, temp_bytes, frame_bytes, host_pages.MAX_MOVING)
 
     def _make_host(self) -> None:
         if self._builder.long is not None:
@@ -188,8 +200,10 @@ class ModelRunner:
     def _run(self, bucket: Bucket, plan: StepPlan) -> None:
         shape = self._builder.shape
         packed = inputs.pack(plan, bucket, page_size=shape.page_size, num_slots=shape.num_slots)
-        self._stage(packed, plan.prefixes)
-        self._state = self._programs.steps[bucket](self._params, self._state, self._staged)
+        stage = self._stage_rows if bucket.decode else self._stage
+        stage(packed, plan.prefixes)
+        staged = self._rows if bucket.decode else self._staged
+        self._state = self._programs.steps[bucket](self._params, self._state, staged)
 
     def _run_plan(self, plan: StepPlan) -> int:
         """Runs the smallest bucket that holds the plan, and returns its rows."""
@@ -218,14 +232,39 @@ class ModelRunner:
 
     def _stage(self, packed: np.ndarray, prefixes: Sequence[CachedPrefix] = ()) -> None:
         """Puts the inputs of a step where it reads them, and what begins in the cache into its slots."""
-        programs, width = self._programs, self._builder.shape.table_width
-        padded = np.zeros(self._staged.shape, np.int32)
-        padded[: len(packed)] = packed
+        padded = _padded(packed, self._staged.size)
         for prefix in prefixes:
-            both = np.concatenate([inputs.pack_prefix(prefix, table_width=width), padded])
-            self._state, self._staged = programs.set_up_prefix(self._state, self._staged, both)
+            both = np.concatenate([self._packed_prefix(prefix), padded])
+            self._state, self._staged = self._programs.set_up_prefix(self._state, self._staged, both)
+            self._begin_state(prefix)
         if not prefixes:
-            self._staged = programs.stage(self._staged, padded)
+            self._staged = self._programs.stage(self._staged, padded)
+
+    def _stage_rows(self, packed: np.ndarray, prefixes: Sequence[CachedPrefix] = ()) -> None:
+        """The same for a decode step, or for none."""
+        padded = _padded(packed, self._rows.size)
+        for prefix in prefixes:
+            both = np.concatenate([self._packed_prefix(prefix), padded])
+            self._state, self._rows = self._programs.set_up_prefix_rows(self._state, self._rows, both)
+            self._begin_state(prefix)
+        if not prefixes:
+            self._rows = self._programs.stage_rows(self._rows, padded)
+
+    def _packed_prefix(self, prefix: CachedPrefix) -> np.ndarray:
+        return inputs.pack_prefix(prefix, table_width=self._builder.shape.table_width)
+
+    @property
+    def _first_copy(self) -> int:
+        """Of the places of recurrent states, the first that is no slot's."""
+        return self._builder.shape.num_slots + 1
+
+    def _begin_state(self, prefix: CachedPrefix) -> None:
+        """Gives the slot the recurrent state that its sequence begins with, if there are such."""
+        if prefix.state is not None:
+            self._copy_state(self._first_copy + prefix.state, prefix.slot)
+
+    def _copy_state(self, source: int, target: int) -> None:
+        self._state = self._programs.copy_state(self._state, np.array([source, target], np.int32))
 
     def _read(self, plan: StepPlan, *, wants_logprobs: bool) -> InFlight:
         """Starts copying what the last step sampled to the host, before the next step overwrites it."""
@@ -252,8 +291,13 @@ class ModelRunner:
         history = np.zeros(inputs.history_size(self._builder.shape.max_model_len), np.int32)
         history[0] = self._builder.shape.num_slots
         self._state = jax.block_until_ready(self._programs.set_up_slot(self._state, history))
-        self._stage(np.zeros(0, np.int32), [CachedPrefix(self._builder.shape.num_slots, (), None)])
-        jax.block_until_ready(self._state)
+        nothing = np.zeros(0, np.int32), [CachedPrefix(self._builder.shape.num_slots, (), None)]
+        for stage in (self._stage, self._stage_rows):
+            stage(*nothing)
+            jax.block_until_ready(self._state)
+        if self._programs.copy_state is not None:
+            self._copy_state(self._builder.shape.num_slots, self._builder.shape.num_slots)
+            jax.block_until_ready(self._state)
         self._warm_up_long()
         total = len(self._programs.samplers) + len(buckets)
         for done, (rows, sampler) in enumerate(self._programs.samplers.items()):
@@ -284,6 +328,13 @@ class ModelRunner:
         self._run(bucket, EMPTY_PLAN)
         jax.block_until_ready(self._state)
         return (time.perf_counter() - start_s) * 1e3
+
+
+def _padded(packed: np.ndarray, size: int) -> np.ndarray:
+    """With zeros behind it."""
+    padded = np.zeros(size, np.int32)
+    padded[: len(packed)] = packed
+    return padded
 
 
 def _wait(in_flight: InFlight, timeout_s: float) -> None:

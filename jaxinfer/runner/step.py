@@ -109,6 +109,12 @@ class StepBuilder:
             sizes.append(inputs.long_size(self.long.chunk))
         return self.replicated((max(sizes),), jnp.int32)
 
+    @property
+    def abstract_rows(self) -> jax.ShapeDtypeStruct:
+        """The one of decode steps, which are the most: 3 kB for 256 rows, of the 100 that others may need."""
+        sizes = [inputs.packed_size(bucket, self.shape.page_size) for bucket in self.buckets if bucket.decode]
+        return self.replicated((max(sizes),), jnp.int32)
+
     def abstract_context(self, num_tokens: int | None = None) -> HostContext:
         """Of what the host holds of a sequence; with `num_tokens`, of what a step of so many computes for it."""
         assert self.long is not None
@@ -244,6 +250,16 @@ class StepBuilder:
             last_token=state.last_token.at[slot].set(prefix.last_token, mode="drop"),
             sampling=state.sampling.at[slot].set(prefix.sampling, mode="drop"),
         )
+
+    def copy_state(self, state: DeviceState, places: jax.Array) -> DeviceState:
+        """Copies the recurrent state of one place, places[0], to another, places[1]. The state is donated."""
+
+        def copy(pool: jax.Array) -> jax.Array:
+            found = jax.lax.dynamic_slice_in_dim(pool, places[0], 1, axis=1)
+            return jax.lax.dynamic_update_slice_in_dim(pool, found, places[1], axis=1)
+
+        assert state.recurrent is not None and state.conv is not None
+        return state.replace(recurrent=copy(state.recurrent), conv=copy(state.conv))
 
     def gather_frame(self, k_pages: jax.Array, v_pages: jax.Array, pages: jax.Array) -> jax.Array:
         """A frame of pages [G]. The pools are not donated."""

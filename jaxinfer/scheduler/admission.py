@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Iterator
 from itertools import chain
@@ -15,6 +16,22 @@ from jaxinfer.scheduler.sequence import Sequence
 
 MAX_REFUSED = 8
 """Sequences that wait on, having been looked at, before no more are looked at for a plan."""
+
+
+WAITING_SHARE = 4
+"""Decoding sequences for each one that waits, below which prompts are computed as fast as streams may bear."""
+
+
+def mixed_limit(limits: SchedulerLimits, num_decodes: int, num_waiting: int) -> int:
+    """Tokens of a step beside `num_decodes` decode rows, these included: more than there are rows.
+
+    A large step makes every stream wait, but gets through prompts quicker. So it is calm while few wait: streams
+    then go on at nearly their own pace. From a sequence that waits for every WAITING_SHARE that decode, the prompts
+    come first, up to what `max_mixed_tokens` allows.
+    """
+    if limits.calm_mixed_tokens is None or num_waiting * WAITING_SHARE > num_decodes:
+        return limits.max_mixed_tokens
+    return min(max(limits.calm_mixed_tokens, 2 * num_decodes), limits.max_mixed_tokens)
 
 
 class Admission:
@@ -73,7 +90,7 @@ class Admission:
             self.restoring.append(seq)
         return None
 
-    def take_back(self, seq: Sequence) -> list[int]:
+    def take_back(self, seq: Sequence) -> array[int]:
         """Takes the slot of a sequence that runs or is to run. Returns the tokens that are in its pages."""
         assert seq.slot is not None
         self.free_slots.append(seq.slot)
@@ -125,9 +142,13 @@ class Admission:
         slot = self.free_slots.pop()
         grant = self._cache.take(hit, seq.num_pages(len(seq.tokens)) - len(hit.pages))
         seq.admit(slot, grant.pages, hit.num_tokens, grant.tickets)
+        if interval := self._cache.states.interval:
+            ends = {end // interval * interval for end in (hit.num_alike, len(seq.tokens) - 1)}
+            seq.cuts = tuple(end for end in ends if end > hit.num_tokens and seq.is_cacheable)
         if hit.num_tokens:
+            state = None if hit.last is None else hit.last.state
             last = seq.last_token() if seq.has_last_token_only else None
-            prefixes.append(CachedPrefix(slot, grant.pages[: seq.num_pages(hit.num_tokens)], hit.source, last))
+            prefixes.append(CachedPrefix(slot, grant.pages[: seq.num_pages(hit.num_tokens)], hit.source, state, last))
 
     def _num_pages_until_decode(self, num_tokens: int, running: list[Sequence], per_step: int) -> int:
         """Most pages that the others take before a newcomer has computed its `num_tokens` and decodes.

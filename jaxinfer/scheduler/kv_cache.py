@@ -12,6 +12,7 @@ from jaxinfer.scheduler.pages import PagePool
 from jaxinfer.scheduler.plan import Delete, DiskPage, Transfer, Transferred
 from jaxinfer.scheduler.prefix import Grant, Hit, PrefixCache
 from jaxinfer.scheduler.sessions import Sessions
+from jaxinfer.scheduler.states import States
 from jaxinfer.scheduler.tiers import Tiers
 from jaxinfer.scheduler.tree import Node, Tree
 
@@ -29,7 +30,9 @@ class KvCache:
         self.disk = DiskTier(limits.num_disk_pages, limits.fingerprint)
         self._tree = Tree(limits.page_size)
         self.tiers = Tiers(self._tree, self.host, self.disk)
-        self.prefix = PrefixCache(self.pool, self._tree, self.tiers)  # stays empty without limits.prefix_caching
+        self.states = States(limits.num_states, limits.state_tokens)
+        # It stays empty without limits.prefix_caching.
+        self.prefix = PrefixCache(self.pool, self._tree, self.tiers, self.states)
         self.sessions = Sessions(self._tree, self.prefix, self.tiers)
         nodes: dict[str, Node] = {}
         for page in disk_pages:
@@ -52,11 +55,16 @@ class KvCache:
         """While none of these is higher than before, there is no more room, and no hit is better."""
         return self.pool.num_free, self.prefix.num_added, self.tiers.num_fetched
 
-    def take_transfers(self, step: int) -> list[Transfer]:
-        """What has to be done before the rows of the plan that is being made, `step`, in this order."""
+    def take_transfers(self, step: int, *, is_awaited: bool = False) -> list[Transfer]:
+        """What has to be done before the rows of the plan that is being made, `step`, in this order.
+
+        is_awaited: whether somebody's first token is behind it who found all else in the cache, and has no other wait:
+        then what can be copied a step later is.
+        """
         self.sessions.go_on(step)
         self.tiers.complete_paths(step)
-        self.prefix.copy_early()
+        if not is_awaited:
+            self.prefix.copy_early()
         transfers, self.tiers.transfers = self.tiers.transfers, []
         return transfers
 

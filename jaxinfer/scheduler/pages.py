@@ -52,7 +52,7 @@ class PagePool:
     def num_unheld(self, pages: Iterable[int]) -> int:
         """How many of these no sequence holds."""
         holders = self._num_holders
-        return sum(not holders[page] for page in pages)
+        return [holders[page] for page in pages].count(0)
 
     def alloc(self, num: int) -> list[int]:
         """Takes `num` empty pages for one sequence. Raises PageError when fewer are empty: callers see to that."""

@@ -62,7 +62,15 @@ class CachedPrefix(NamedTuple):
     slot: int
     pages: Sequence[int]  # for the slot's page table from index 0 on; the last one may be filled in part
     copied_from: int | None  # page whose content the last of `pages` begins with; None: all are shared as they are
+    state: int | None = None  # place whose recurrent state the slot begins with; None: there are no such states
     last: LastToken | None = None  # what is left to compute, if it is a single token: then its first row is a DecodeRow
+
+
+class KeptState(NamedTuple):
+    """A copy of a slot's recurrent state, made after the step."""
+
+    slot: int
+    place: int
 
 
 class LongChunk(NamedTuple):
@@ -181,6 +189,7 @@ class StepPlan:
     prefixes: Sequence[CachedPrefix] = ()  # put in place before the step, in this order
     transfers: Sequence[Transfer] = ()  # begun before all else, in this order
     long: LongChunk | None = None  # the only row, if there is one
+    kept_states: Sequence[KeptState] = ()  # copied after the step
 
     @property
     def num_tokens(self) -> int:

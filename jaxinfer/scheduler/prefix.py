@@ -31,8 +31,9 @@ from typing import NamedTuple
 
 from jaxinfer.scheduler.pages import PageError, PagePool
 from jaxinfer.scheduler.plan import Restore, Transferred
+from jaxinfer.scheduler.states import States
 from jaxinfer.scheduler.tiers import Tiers
-from jaxinfer.scheduler.tree import Node, Tokens, Tree
+from jaxinfer.scheduler.tree import TOKEN_BYTES, Node, Tree, pack
 
 
 class Hit(NamedTuple):
@@ -45,6 +46,8 @@ class Hit(NamedTuple):
     restored: Sequence[Node] = ()  # full ones on the host, behind those on the device
     tail: Node | None = None  # on the host, with the tokens behind those: for a page of the sequence alone
     fetched: Sequence[Node] = ()  # full ones behind all that, of which at least the first is on disk alone
+    last: Node | None = None  # whose recurrent state the sequence begins with, the last of its pages
+    num_alike: int = 0  # tokens that agree in full pages, with or without a state behind them
 
 
 EARLY_SHARE = 4
@@ -64,8 +67,9 @@ class Grant(NamedTuple):
 class PrefixCache:
     """The tree, and the order in which its pages are given up. Its pages are of `pool`, which counts their holders."""
 
-    def __init__(self, pool: PagePool, tree: Tree, tiers: Tiers):
+    def __init__(self, pool: PagePool, tree: Tree, tiers: Tiers, states: States):
         self.pool = pool
+        self.states = states
         self.page_size = tree.page_size
         self.num_evictions = 0  # pages of the device that were given to others
         self.num_added = 0  # pages that ever entered the tree: while it is the same, no hit becomes longer
@@ -97,6 +101,8 @@ class PrefixCache:
         found, child, common = self._tree.walk(salt, tokens)
         pages = [node.page for node in found]
         num_here = pages.index(0) if 0 in pages else len(pages)
+        if self.states.interval:
+            return self._match_state(found[:num_here], step)
         pages, below = pages[:num_here], found[num_here:]
         num_unheld = self.pool.num_unheld(pages)
         num_near = next((i for i, node in enumerate(below) if node.frame is None or node.frame.num_locks), len(below))
@@ -112,12 +118,48 @@ class PrefixCache:
             return hit._replace(num_tokens=hit.num_tokens + common, tail=child)
         return hit
 
+    def _match_state(self, nodes: Sequence[Node], step: int) -> Hit:
+        """As far as these pages have a state that an earlier plan has copied."""
+        num_alike = len(nodes) * self.page_size
+        while nodes and (nodes[-1].state is None or nodes[-1].state_step >= step):
+            nodes = nodes[:-1]
+        pages = [node.page for node in nodes]
+        hit = Hit(len(pages) * self.page_size, pages, None, self.pool.num_unheld(pages))
+        return hit._replace(last=nodes[-1] if nodes else None, num_alike=num_alike)
+
+    def keep_state(self, salt: str, tokens: Sequence[int], step: int) -> int | None:
+        """A place for the state behind `tokens`, full pages, which plan `step` copies there.
+
+        It is the last page's, whoever computed that. None if there is no place, or such a copy already.
+        """
+        node = self._full_page(salt, tokens)
+        if node is None or node.state is not None or (place := self.states.take()) is None:
+            return None
+        self.states.attach(place, node, step)
+        return place
+
+    def _full_page(self, salt: str, tokens: Sequence[int]) -> Node | None:
+        """The last page of these tokens, if all of it is theirs and on the device."""
+        path = self._tree.path(salt, tokens)
+        is_whole = bool(path) and len(path) * self.page_size == len(tokens)
+        return path[-1] if is_whole and path[-1].page else None
+
+    def leave_state(self, salt: str, tokens: Sequence[int], place: int, step: int) -> None:
+        """Gives the copy that a sequence has of its state behind `tokens`, made in plan `step`, to their last page."""
+        node = self._full_page(salt, tokens)
+        if node is not None:
+            self.states.attach(place, node, step)
+        else:
+            self.states.give_back(place)
+
     def take(self, hit: Hit, num: int) -> Grant:
         """Pages for a sequence with that hit: those it shares, then `num` others, of which the first are restored.
 
         What it copies is evicted last. Raises PageError when fewer than `num` are free.
         """
         self.pool.share(hit.pages)
+        if hit.last is not None:
+            self.states.touch(hit.last)
         for order in (self._unheld, self._unheld_pinned):
             for page in hit.pages if order else ():
                 order.pop(page, None)
@@ -181,7 +223,7 @@ class PrefixCache:
         for i in filled:
             if node is None:
                 return
-            child = self._add(node, self._page_tokens(tokens, i), pages[i], step)
+            child = self._add(node, self._packed_page(tokens, i), pages[i], step)
             node = child if child.page == pages[i] else None
 
     def release(self, salt: str, tokens: Sequence[int], pages: Sequence[int], step: int) -> None:
@@ -195,7 +237,7 @@ class PrefixCache:
             node = nodes.get(pages[i])
             if node is None:
                 parent = path[-1] if path else self._tree.root(salt)
-                node = self._add(parent, self._page_tokens(tokens, i), pages[i], step)
+                node = self._add(parent, self._packed_page(tokens, i), pages[i], step)
             path.append(node)
         self.pool.empty([page for page in self.pool.release(pages) if page not in nodes])
         path.reverse()
@@ -244,6 +286,7 @@ class PrefixCache:
         self.num_evictions += len(victims)
 
     def _leave_device(self, node: Node) -> None:
+        self.states.drop(node)
         page, node.page = node.page, 0
         del self._nodes[page]
         (self._unheld_pinned if page in self._unheld_pinned else self._unheld).pop(page)
@@ -276,6 +319,7 @@ class PrefixCache:
         """
         for ticket, (_, pages) in self._arriving.items():
             self._arriving[ticket] = [], pages
+        self.states.clear()
         unheld = [page for page in self._nodes if not self.pool.is_held(page)]
         for node in self._nodes.values():
             node.page, node.ticket = 0, None
@@ -290,23 +334,23 @@ class PrefixCache:
         self._unheld_pinned.clear()
         self.pool.empty(unheld)
 
-    def _page_tokens(self, tokens: Sequence[int], index: int) -> Tokens:
-        return tuple(tokens[index * self.page_size : (index + 1) * self.page_size])
+    def _packed_page(self, tokens: Sequence[int], index: int) -> bytes:
+        return pack(tokens[index * self.page_size : (index + 1) * self.page_size])
 
-    def _add(self, parent: Node, tokens: Tokens, page: int, step: int) -> Node:
+    def _add(self, parent: Node, packed: bytes, page: int, step: int) -> Node:
         """The child with these tokens, or more: one that is there, or a new one with `page`.
 
         One with just these that is not on the device takes the page.
         """
-        child, common = parent.closest(tokens)
-        if child is not None and common == len(tokens) and (child.page or len(child.tokens) > common):
+        child, common = parent.closest(packed)
+        is_same = child is not None and common == len(packed) // TOKEN_BYTES
+        if child is not None and is_same and (child.page or child.num_tokens > common):
             return child
         self.num_added += 1
-        is_same = child is not None and common == len(tokens)
-        new = child if child is not None and is_same else self._tree.add(parent, tokens)
+        new = child if child is not None and is_same else self._tree.add(parent, packed)
         new.page, new.step, new.ticket = page, step, None
         self._nodes[page] = new
-        if child is not None and not is_same and common == len(child.tokens):
+        if child is not None and not is_same and common == child.num_tokens:
             self._forget(child)  # the beginning of the new one: by rule 3 there is no other
         return new
 
@@ -353,6 +397,6 @@ class PrefixCache:
             if node is not None:
                 is_first = node.parent is not None and node.parent.parent is None and node.salt == salt
                 is_below = is_first if not i else node.parent is above
-                if not is_below or node.tokens != self._page_tokens(tokens, i):
+                if not is_below or node.packed != self._packed_page(tokens, i):
                     raise PageError(f"page {page} is page {i} of a sequence, but has another place or tokens there")
             above = node

@@ -23,22 +23,30 @@ The engine makes plan n+1 before it reads the result of step n. Six things follo
 from __future__ import annotations
 
 import bisect
+from array import array
 from collections import deque
 from typing import NamedTuple
 
 from jaxinfer.config import ConfigError, SchedulerLimits
 from jaxinfer.scheduler import report
-from jaxinfer.scheduler.admission import Admission
+from jaxinfer.scheduler.admission import Admission, mixed_limit
 from jaxinfer.scheduler.kv_cache import KvCache
-from jaxinfer.scheduler.plan import CachedPrefix, DecodeRow, LongChunk, PrefillChunk, StepPlan, StepResult, Transferred
+from jaxinfer.scheduler.plan import (
+    CachedPrefix,
+    DecodeRow,
+    KeptState,
+    LongChunk,
+    PrefillChunk,
+    StepPlan,
+    StepResult,
+    Transferred,
+)
 from jaxinfer.scheduler.queue import order_key
 from jaxinfer.scheduler.sequence import Sequence
 from jaxinfer.types import InvalidRequest, QueueFull, Request, TokenEvent
 
 MAX_IN_FLIGHT = 2
 """Plans whose results are not read yet: the step that runs and the one queued behind it."""
-WAITING_SHARE = 4
-"""Decoding sequences for each one that waits, below which prompts are computed as fast as streams may bear."""
 
 
 class _Flight(NamedTuple):
@@ -205,14 +213,15 @@ class Scheduler:
             raise RuntimeError(f"{len(self._in_flight)} plans are in flight; apply one first")
         self.tidy()
         samplers: dict[int, Sequence] = {}
-        decodes = self._plan_decodes(samplers)
+        kept: list[KeptState] = []
         prefixes: list[CachedPrefix] = []
-        prefills = self._plan_prefills(decodes, samplers, prefixes)
+        decodes = self._plan_decodes(samplers, kept)
+        prefills = self._plan_prefills(decodes, samplers, prefixes, kept)
         long = None if decodes or prefills else self._plan_long(samplers)
-        transfers = self.cache.take_transfers(self.num_steps)
+        transfers = self.cache.take_transfers(self.num_steps, is_awaited=bool(prefixes))
         if not (decodes or prefills or prefixes or transfers or long):
             return None
-        plan = StepPlan(self.num_steps, decodes, prefills, prefixes, transfers, long)
+        plan = StepPlan(self.num_steps, decodes, prefills, prefixes, transfers, long, kept)
         if plan.num_rows:
             self._in_flight.append(_Flight(self.num_steps, samplers))
         self.num_steps += 1
@@ -260,27 +269,11 @@ class Scheduler:
         self.tidy()
         admitted = [*self._running, *self._admission]
         self.cache.check_integrity((seq.request.cache_salt, seq.known_in_cache(), seq.pages) for seq in admitted)
-        held = [seq.slot for seq in admitted]
-        if sorted([*self._admission.free_slots, *(-1 if slot is None else slot for slot in held)]) != list(
-            range(self.limits.max_num_seqs)
-        ):
-            raise RuntimeError(f"slots {held} are held and {self._admission.free_slots} free; each must be there once")
-        if {id(seq) for seq in self._sequences.values()} != {id(seq) for seq in (*admitted, *self._admission.waiting)}:
-            raise RuntimeError("the sequences by id are not those that run or wait")
-        for order in (self._running, list(self._admission.waiting)):
-            if order != sorted(order, key=order_key):
-                raise RuntimeError(f"sequences {[seq.request_id for seq in order]} are not in order")
-        for seq in self._sequences.values():
-            rows = sum(other is seq for flight in self._in_flight for other in flight.samplers.values())
-            seq.check_integrity(rows)
-        for seq in self._running:
-            if seq.num_computed < seq.prefill_end and seq is not self._prefilling:
-                raise RuntimeError(f"{seq.request_id!r} is in prefill, and is not the one whose turn it is")
-        for seq in admitted:
-            if bool(seq.tickets) != (seq in self._admission.restoring):
-                raise RuntimeError(f"{seq.request_id!r} waits for transfers {seq.tickets}, and is in another list")
+        self.cache.states.check_integrity(seq.state for seq in admitted if seq.state is not None)
+        samplers = [flight.samplers for flight in self._in_flight]
+        report.check(self.limits, self._sequences, self._running, self._prefilling, self._admission, samplers)
 
-    def _plan_decodes(self, samplers: dict[int, Sequence]) -> list[DecodeRow]:
+    def _plan_decodes(self, samplers: dict[int, Sequence], kept: list[KeptState]) -> list[DecodeRow]:
         """A row for every running sequence that has its prompt behind it and its length limit ahead."""
         page_size = self.limits.page_size
         rows: list[DecodeRow] = []
@@ -298,7 +291,16 @@ class Scheduler:
                     break
             rows.append(seq.take_decode(new_page))
             samplers[slot] = seq
+            if (interval := self.limits.state_tokens) and seq.is_cacheable and seq.num_computed % interval == 0:
+                self._keep_state(seq, kept)
         return rows
+
+    def _keep_state(self, seq: Sequence, kept: list[KeptState]) -> None:
+        """Copies the state of a sequence that decodes, over the copy that it has."""
+        if seq.state is None:
+            seq.state = self.cache.states.take()
+        if seq.state is not None:
+            kept.append(seq.keep_state(self.num_steps))
 
     def _plan_long(self, samplers: dict[int, Sequence]) -> LongChunk | None:
         """The next tokens of a sequence that has filled all pages: as it holds them, it is alone."""
@@ -332,7 +334,11 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _plan_prefills(
-        self, decodes: list[DecodeRow], samplers: dict[int, Sequence], prefixes: list[CachedPrefix]
+        self,
+        decodes: list[DecodeRow],
+        samplers: dict[int, Sequence],
+        prefixes: list[CachedPrefix],
+        kept: list[KeptState],
     ) -> list[PrefillChunk]:
         """Chunks of known tokens: of the sequence in prefill, then of those newly admitted, while tokens are left.
 
@@ -344,7 +350,7 @@ class Scheduler:
         if seq is not None and seq.num_computed >= seq.num_device:
             return chunks  # it has steps of its own
         num_waiting = len(self._admission.waiting) + len(self._admission.ready) + (seq is not None)
-        limit = self._mixed_limit(num_decodes, num_waiting) if num_decodes else limits.max_step_tokens
+        limit = mixed_limit(self.limits, num_decodes, num_waiting) if num_decodes else limits.max_step_tokens
         num_left = limit - num_decodes
         if seq is None:
             seq = self._admit(prefixes)
@@ -365,34 +371,27 @@ class Scheduler:
                 samplers[chunk.slot] = seq
             self._prefilling = seq if seq.num_computed < seq.prefill_end else None
             if limits.prefix_caching and seq.is_cacheable:
-                filled = range(chunk.start // limits.page_size, seq.num_computed // limits.page_size)
-                self.cache.prefix.insert(seq.request.cache_salt, seq.tokens, seq.pages, filled, self.num_steps)
+                salt, end = seq.request.cache_salt, seq.num_computed
+                filled = range(chunk.start // limits.page_size, end // limits.page_size)
+                self.cache.prefix.insert(salt, seq.tokens, seq.pages, filled, self.num_steps)
+                place = (
+                    self.cache.prefix.keep_state(salt, seq.tokens[:end], self.num_steps) if end in seq.cuts else None
+                )
+                kept += [] if place is None else [KeptState(chunk.slot, place)]
             num_left -= len(chunk.token_ids)
             seq = self._admit(prefixes) if num_left and self._prefilling is None else None
         return chunks
 
-    def _mixed_limit(self, num_decodes: int, num_waiting: int) -> int:
-        """Tokens of a step beside `num_decodes` decode rows, these included: more than there are rows.
-
-        A large step makes every stream wait, but gets through prompts quicker. So it is calm while few wait: streams
-        then go on at nearly their own pace. From a sequence that waits for every WAITING_SHARE that decode, the prompts
-        come first, up to what `max_mixed_tokens` allows.
-        """
-        limits = self.limits
-        if limits.calm_mixed_tokens is None or num_waiting * WAITING_SHARE > num_decodes:
-            return limits.max_mixed_tokens
-        return min(max(limits.calm_mixed_tokens, 2 * num_decodes), limits.max_mixed_tokens)
-
     def _admit(self, prefixes: list[CachedPrefix]) -> Sequence | None:
         """A sequence that now runs, if there is one and room for it."""
         num_held = self.num_running
-        per_step = min(self.limits.max_step_tokens, self._mixed_limit(num_held, 0) - num_held)
+        per_step = min(self.limits.max_step_tokens, mixed_limit(self.limits, num_held, 0) - num_held)
         seq = self._admission.next(self._running, per_step, self.num_steps, prefixes)
         if seq is not None:
             bisect.insort(self._running, seq, key=order_key)
         return seq
 
-    def _release(self, seq: Sequence) -> list[int]:
+    def _release(self, seq: Sequence) -> array[int]:
         """Frees slot and pages of an admitted sequence; safe while steps that use them are in flight (see the top).
 
         Returns the tokens that it leaves to the cache.
@@ -403,8 +402,11 @@ class Scheduler:
         if seq is self._prefilling:
             self._prefilling = None
         if not (self.limits.prefix_caching and seq.is_cacheable):
-            tokens = []
+            tokens = tokens[:0]
         self.cache.prefix.release(seq.request.cache_salt, tokens, seq.release(), self.num_steps - 1)
+        if (place := seq.state) is not None:  # with a token that the host does not know it is of no use
+            known, seq.state = tokens[: seq.state_end * (seq.state_end <= len(tokens))], None
+            self.cache.prefix.leave_state(seq.request.cache_salt, known, place, seq.state_step)
         return tokens
 
     def _remove(self, seq: Sequence) -> None:

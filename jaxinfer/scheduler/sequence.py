@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from array import array
+
 from jaxinfer.config import SchedulerLimits
-from jaxinfer.scheduler.plan import DecodeRow, LastToken, LongChunk, PrefillChunk
+from jaxinfer.scheduler.plan import DecodeRow, KeptState, LastToken, LongChunk, PrefillChunk
 from jaxinfer.types import FinishReason, InvalidRequest, Request, TokenEvent, TokenLogprobs
 
 
@@ -22,6 +24,7 @@ class Sequence:
 
     __slots__ = (
         "arrival",
+        "cuts",
         "fetching",
         "finished",
         "is_cacheable",
@@ -45,6 +48,9 @@ class Sequence:
         "request",
         "request_id",
         "slot",
+        "state",
+        "state_end",
+        "state_step",
         "stop_ids",
         "tickets",
         "tokens",
@@ -59,7 +65,7 @@ class Sequence:
         self.request_id = request.request_id
         self.num_logprobs = request.logprobs  # alternatives per token; None: no log-probabilities at all
         self.is_plain = request.is_plain
-        self.tokens = list(request.prompt_ids)
+        self.tokens = array("I", request.prompt_ids)  # whose slices are copies of bytes, not of integers
         self.prompt_len = len(self.tokens)  # tokens
         self.max_output = min(request.max_tokens, limits.max_model_len - self.prompt_len)  # tokens
         # Positions that are ever computed: the last output token is sampled, but nothing follows from it.
@@ -75,6 +81,10 @@ class Sequence:
         self.prefill_end = 0  # tokens known at admission: positions below come from chunks, the others from decode rows
         self.num_in_flight = 0
         self.prefix_len = 0  # tokens that were in the cache at this admission: chunks begin behind them
+        self.cuts: tuple[int, ...] = ()  # positions at which chunks end, so that the recurrent state there can be kept
+        self.state: int | None = None  # place of the copy of its recurrent state that it keeps as it grows
+        self.state_end = 0  # tokens that are in that copy
+        self.state_step = -1  # the plan that made it
         self.num_cached = 0  # tokens of the prompt that were in the cache when it was admitted first
         self.is_cacheable = True  # whether what its pages hold may be used by others
         # Whether its logits were not numbers once, when it had begun with pages of others: it goes on with none of them
@@ -145,7 +155,7 @@ class Sequence:
         self.prefill_end = 0
         return pages
 
-    def known_in_cache(self) -> list[int]:
+    def known_in_cache(self) -> array[int]:
         """The known tokens whose keys and values are in pages once every planned step has run.
 
         Behind them may lie those of a token that is in flight: planned, but not known to the host.
@@ -162,6 +172,12 @@ class Sequence:
         self.num_in_flight += 1
         return DecodeRow(slot, position, new_page, self.is_plain, self.num_logprobs is not None)
 
+    def keep_state(self, step: int) -> KeptState:
+        """Its recurrent state is copied to the place that it has for that, after the step of plan `step`."""
+        assert self.slot is not None and self.state is not None
+        self.state_end, self.state_step = self.num_computed, step
+        return KeptState(self.slot, self.state)
+
     @property
     def has_last_token_only(self) -> bool:
         """Whether all known tokens but the last came from the cache, and that one is not planned yet."""
@@ -170,7 +186,7 @@ class Sequence:
     def last_token(self) -> LastToken:
         """For a decode row to compute it."""
         assert self.slot is not None
-        return LastToken(self.slot, self.tokens[-1], self.request, self.prompt_len, tuple(self.tokens))
+        return LastToken(self.slot, self.tokens[-1], self.request, self.prompt_len, self.tokens[:])
 
     def take_last_token(self) -> DecodeRow:
         """Plans the last known token as a decode row. The page that it begins, if it does, is its last."""
@@ -185,7 +201,7 @@ class Sequence:
         """Plans the next known tokens, `max_tokens` at most. A chunk carries the pages that its tokens begin."""
         slot, start = self.slot, self.num_computed
         assert slot is not None
-        end = min(start + max_tokens, self.prefill_end, self.num_device)
+        end = min(start + max_tokens, self.prefill_end, self.num_device, *(cut for cut in self.cuts if cut > start))
         samples = end == self.prefill_end
         self.num_computed = end
         self.num_in_flight += samples
@@ -199,7 +215,7 @@ class Sequence:
             samples=samples,
             request=self.request,
             prompt_len=self.prompt_len,
-            history=tuple(self.tokens) if start == self.prefix_len else None,
+            history=self.tokens[:] if start == self.prefix_len else None,
         )
 
     def take_long(self, max_tokens: int) -> LongChunk:
@@ -210,7 +226,7 @@ class Sequence:
         self.num_computed = start + (len(known) or 1)
         samples = self.num_computed >= self.prefill_end
         self.num_in_flight += samples
-        history = tuple(self.tokens) if start == self.prefix_len else None
+        history = self.tokens[:] if start == self.prefix_len else None
         return LongChunk(slot, start, known, self.num_device, samples, self.request, self.prompt_len, history)
 
     def receive(self, token: int, logprobs: TokenLogprobs | None) -> TokenEvent:

@@ -213,7 +213,7 @@ class Sessions:
 
     def _was_filled(self, node: Node) -> bool:
         """Whether a page that was not full has given way to one that goes on: mostly, the session's own next turn."""
-        return node.parent is None and len(node.tokens) < self._tree.page_size
+        return node.parent is None and node.num_tokens < self._tree.page_size
 
     def _copy_to_host(self, nodes: Iterable[Node], step: int) -> bool:
         """Copies the first of `nodes` that are on the device and not on the host to a frame; whether there was one."""

@@ -9,7 +9,7 @@ from itertools import islice
 from jaxinfer.scheduler.disk_tier import DiskTier
 from jaxinfer.scheduler.host_tier import HostTier
 from jaxinfer.scheduler.plan import Delete, DiskPage, Fetch, Offload, Save, Transfer, Transferred
-from jaxinfer.scheduler.tree import Frame, Node, Tree
+from jaxinfer.scheduler.tree import Frame, Node, Tree, pack
 
 MAX_SAVING = 4
 """Frames that wait for the disk at once, each with its memory. What comes faster than a disk takes it is forgotten."""
@@ -161,11 +161,12 @@ class Tiers:
     def add_from_disk(self, page: DiskPage, parent: Node | None) -> Node | None:
         """Adds a page that a former server left, be there room or not. None if the tree cannot have it."""
         above = parent or self._tree.find_root(page.salt)
-        child, common = above.closest(page.tokens) if above else (None, 0)
-        if child is not None and common == min(len(page.tokens), len(child.tokens)):
+        packed = pack(page.tokens)
+        child, common = above.closest(packed) if above else (None, 0)
+        if child is not None and common == min(len(page.tokens), child.num_tokens):
             self.transfers.append(Delete([page]))  # the beginning of another one, or the other way round
             return None
-        node = self._tree.add(parent or self._tree.root(page.salt), page.tokens)
+        node = self._tree.add(parent or self._tree.root(page.salt), packed)
         node.key = page.key
         self.disk.add(node)
         return node

@@ -10,7 +10,7 @@ import pytest
 
 from checkpoints.resolve import Checkpoint, resolve
 from checkpoints.source import CheckpointError
-from jaxinfer import build, kv_tiers
+from jaxinfer import build, defaults, kv_tiers
 from jaxinfer.config import ConfigError, EngineConfig
 from jaxinfer.runner.buckets import make_buckets
 from jaxinfer.text.requests import lower
@@ -87,29 +87,29 @@ def test_every_id_that_any_file_names_ends_an_output():
     checkpoint = checkpoint_with(
         config={"eos_token_id": [5, 7], "text_config": {"eos_token_id": 9}}, generation_config={"eos_token_id": [7, 8]}
     )
-    assert build.eos_ids(checkpoint, types.SimpleNamespace(eos_ids=(8, 3))) == (5, 7, 9, 8, 3)
-    assert build.eos_ids(checkpoint_with(config={"eos_token_id": None}), None) == ()
-    assert build.eos_ids(checkpoint_with(config={"eos_token_id": 0}), None) == (0,)
+    assert defaults.eos_ids(checkpoint, types.SimpleNamespace(eos_ids=(8, 3))) == (5, 7, 9, 8, 3)
+    assert defaults.eos_ids(checkpoint_with(config={"eos_token_id": None}), None) == ()
+    assert defaults.eos_ids(checkpoint_with(config={"eos_token_id": 0}), None) == (0,)
 
 
 def test_sampling_defaults_are_those_of_the_generation_config():
     given = {"temperature": 0.6, "top_k": 20, "top_p": None, "max_length": 9, "do_sample": True}
-    assert build.sampling_defaults(checkpoint_with(generation_config=given)) == {"temperature": 0.6, "top_k": 20}
-    greedy = build.sampling_defaults(checkpoint_with(generation_config={**given, "do_sample": False}))
+    assert defaults.sampling_defaults(checkpoint_with(generation_config=given)) == {"temperature": 0.6, "top_k": 20}
+    greedy = defaults.sampling_defaults(checkpoint_with(generation_config={**given, "do_sample": False}))
     assert greedy == {"temperature": 0.0, "top_k": 20}
-    assert build.sampling_defaults(checkpoint_with()) == {}
+    assert defaults.sampling_defaults(checkpoint_with()) == {}
 
 
 @pytest.mark.parametrize("value", ["</s>", [2, "x"], -1, True])
 def test_an_eos_that_is_no_token_id_is_refused(value):
     with pytest.raises(CheckpointError, match="eos_token_id is .*; token ids are needed"):
-        build.eos_ids(checkpoint_with(config={"eos_token_id": value}), None)
+        defaults.eos_ids(checkpoint_with(config={"eos_token_id": value}), None)
 
 
 @pytest.mark.parametrize(("name", "value"), [("temperature", "0.6"), ("top_p", 2.0), ("repetition_penalty", 0)])
 def test_a_default_that_no_request_could_ask_for_is_refused(name, value):
     with pytest.raises(CheckpointError, match=f"generation_config's {name} is {value!r}: "):
-        build.sampling_defaults(checkpoint_with(generation_config={name: value}))
+        defaults.sampling_defaults(checkpoint_with(generation_config={name: value}))
 
 
 def test_chunks_beside_decode_rows_are_as_large_as_keeps_every_step_within_its_time():

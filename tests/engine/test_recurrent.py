@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxinfer import build as build_module
 from jaxinfer.config import ConfigError
 from jaxinfer.types import FinishReason, Request
 from tests.engine.drive import GOLDEN, build, drive, num_equal
@@ -41,20 +42,21 @@ def make_batch(seed: int) -> tuple[list[Request], list[int], dict[str, int]]:
     return requests, [rng.randint(0, 15) for _ in requests], aborts
 
 
-def spoil_states(engine) -> None:
-    """As if the last sequence of every slot had left the worst."""
-    state = engine._runner._state
-    engine._runner._state = state.replace(recurrent=state.recurrent + np.nan, conv=state.conv + np.nan)
+def spoil_slots(engine) -> None:
+    """As if the last sequence of every slot had left the worst. Copies of states stay as they are."""
+    state, slots = engine._runner._state, engine.info.max_num_seqs + 1
+    spoilt = {name: getattr(state, name).at[:, :slots].set(np.nan) for name in ("recurrent", "conv")}
+    engine._runner._state = state.replace(**spoilt)
 
 
 def test_tokens_do_not_depend_on_company_preemption_or_what_a_slot_held(engine):
     before, ties, compared = engine.stats().num_preemptions, 0, 0
     for seed in range(NUM_BATCHES):
         requests, arrivals, aborts = make_batch(seed)
-        spoil_states(engine)
+        spoil_slots(engine)
         together = drive(engine, requests, arrivals=arrivals, aborts=aborts)
         for request in requests:
-            spoil_states(engine)
+            spoil_slots(engine)
             alone = drive(engine, [request])[request.request_id]
             tokens = together[request.request_id].tokens
             if together[request.request_id].finish_reason != FinishReason.ABORT:
@@ -85,15 +87,54 @@ def test_states_lost_with_a_failed_step_are_begun_anew(engine, monkeypatch):
     assert drive(engine, [request])["r"].tokens == expected
 
 
-def test_no_prefix_is_kept_of_what_has_a_state(engine):
+@pytest.fixture(scope="module", params=["qwen3_next", "qwen3_5"])
+def roomy(request):
+    """Copies of states every 16 tokens, in a pool with room for several conversations."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(build_module.STATE_TOKENS, "cpu", 16)
+        engine = build(GOLDEN / request.param, **OPTIONS | {"num_pages": 60, "max_num_batched_tokens": 64})
+    yield engine
+    engine.close()
+
+
+def test_a_prefix_is_used_again_up_to_the_last_copy_of_its_state(roomy):
+    prompt = tuple((7 * i) % 120 for i in range(70))
+
+    def run(name: str, ids: tuple[int, ...], num: int = 8) -> tuple[list[int], int]:
+        before = roomy.stats().cached_prompt_tokens
+        spoil_slots(roomy)
+        request = Request(request_id=name, prompt_ids=ids, max_tokens=num, temperature=0.0)
+        return drive(roomy, [request])[name].tokens, roomy.stats().cached_prompt_tokens - before
+
+    cold, cached = run("cold", prompt)
+    assert cached == 0
+    assert run("again", prompt) == (cold, 64)  # of 69 tokens that need not be computed
+    answer, _ = run("long answer", prompt, 40)
+    assert answer[:8] == cold
+    turn = (*prompt, *answer, 5, 6, 7)
+    following, cached = run("next turn", turn)
+    assert cached == 96  # of 109 with keys and values in the cache: an answer's state is kept as it grows
+    fork = (*prompt[:40], 9, 9, 9, *prompt[43:])
+    forked, cached = run("fork", fork)
+    assert cached == 0  # nobody had stopped there
+    assert run("fork again", (*fork[:60], 1, 2))[1] == 32  # now somebody has
+    roomy._scheduler.clear_prefix_cache()
+    assert run("cold turn", turn) == (following, 0)
+    roomy._scheduler.clear_prefix_cache()
+    assert run("cold fork", fork) == (forked, 0)
+
+
+def test_without_copies_no_prefix_is_kept():
+    engine = build(GOLDEN / "qwen3_5", num_state_copies=0, **OPTIONS)
     request = Request(request_id="r", prompt_ids=tuple(range(30)), max_tokens=4, temperature=0.0)
     first, second = (drive(engine, [request])["r"].tokens for _ in range(2))
     assert first == second
     assert not engine.info.prefix_caching
     assert engine.stats().cached_prompt_tokens == 0
+    engine.close()
 
 
 def test_a_tier_that_could_keep_nothing_is_refused():
-    message = "kv_host_gib is 1; Qwen3NextForCausalLM has a recurrent state, .*: 0 would work"
+    message = "kv_host_gib is 1; Qwen3NextForCausalLM has a recurrent state, whose copies are kept .*: 0 would work"
     with pytest.raises(ConfigError, match=message):
         build(GOLDEN / "qwen3_next", kv_host_gib=1, **OPTIONS)

@@ -75,3 +75,16 @@ def test_memory_that_holds_no_page_is_refused_with_the_sizes():
     message = r"no room for a KV cache: \d+ MiB are left beside 3 MiB of weights .* a page takes 9765.62 MiB"
     with pytest.raises(cache.PoolError, match=message):
         cache.pool_pages(shape, rules.make_mesh(1), used_bytes=3 * 2**20, temp_bytes=0)
+
+
+def test_temporaries_have_a_hole_that_no_frame_fits_in_and_frames_have_some_of_just_their_size():
+    small, frame = 3 * 2**18, 76_000_000
+    sizes = cache.hole_sizes(small, [700_000, 39_000_000, 20_000_000, 400_000_000], frame, 8)
+    assert sizes.count(small) == cache.NUM_HOLES and sizes.count(frame) == 8
+    assert [size for size in sizes if size not in (small, frame)] == [39_000_000]
+    assert cache.hole_sizes(5, [700_000], 0, 8) == [cache.HOLE_BYTES] * cache.NUM_HOLES
+
+
+def test_what_is_returned_with_holes_lies_behind_each_of_them():
+    kept = cache.make_holes([10, 20, 30])
+    assert [array.nbytes for array in kept] == [cache.HOLE_BYTES] * 3

@@ -94,12 +94,18 @@ def run_all(builder, programs):
     was = addresses(staged)
     state, staged = programs.set_up_prefix(state, staged, packed)
     assert addresses(staged) == was
+    rows = jnp.zeros_like(builder.abstract_rows, device=builder.abstract_rows.sharding)
+    packed, was = packed[: inputs.prefix_size(builder.shape.table_width) + rows.size], addresses(rows)
+    state, rows = programs.set_up_prefix_rows(state, rows, packed)
+    assert addresses(rows) == was
     for bucket in BUCKETS:
-        new = np.arange(staged.size, dtype=np.int32) % 2
-        was = addresses(staged)
-        staged = programs.stage(staged, new)
-        assert addresses(staged) == was
-        state = programs.steps[bucket](params, state, staged)
+        was = addresses((staged, rows))
+        if bucket.decode:
+            rows = programs.stage_rows(rows, np.arange(rows.size, dtype=np.int32) % 2)
+        else:
+            staged = programs.stage(staged, np.arange(staged.size, dtype=np.int32) % 2)
+        assert addresses((staged, rows)) == was
+        state = programs.steps[bucket](params, state, rows if bucket.decode else staged)
         state = programs.samplers[bucket.rows](state)
         reads += [programs.read_tokens(state.last_token), programs.read_logprobs(state.logprobs)]
     if builder.long:
@@ -306,7 +312,7 @@ def test_runtime_of_mosaic_is_imported_before_a_program_for_hopper_is_loaded(kep
     monkeypatch.setattr(executables.serialize_executable, "deserialize_and_load", load_and_tell)
     monkeypatch.setattr(executables.importlib, "import_module", done.append)
     assert all(fetch_all(builder, Executables(DiskCache.open(folder), CONFIG)))
-    assert done == ["jax.experimental.mosaic.gpu", "loaded"] * 5
+    assert done == ["jax.experimental.mosaic.gpu", "loaded"] * len(compiled.small_programs(builder))
 
 
 def test_without_the_runtime_of_mosaic_nothing_is_fetched_or_deleted_and_it_is_said_once(kept, monkeypatch, caplog):
@@ -400,3 +406,10 @@ def test_what_jaxs_own_cache_had_is_compiled_again_before_it_is_kept(golden, tmp
         entry.unlink()
     assert start() == [2 * traced, tokens, 0]
     assert start() == [0, tokens, 0]
+
+
+def test_what_the_temporaries_of_a_step_take_is_known_of_stored_programs_too(kept):
+    builder, fresh, folder = kept
+    sizes = compiled.temp_bytes(fresh)
+    assert len(sizes) == len(BUCKETS) and min(sizes) > 0
+    assert compiled.temp_bytes(compile_all(builder, Executables(DiskCache.open(folder), CONFIG))) == sizes

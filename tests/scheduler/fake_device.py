@@ -74,6 +74,7 @@ def run_alone(request: Request, max_model_len: int) -> tuple[list[int], FinishRe
 class SlotState:
     """What a device keeps by slot between steps."""
 
+    slot: int
     request: Request
     prompt_len: int
     history: list[int]  # tokens told or sampled
@@ -109,6 +110,8 @@ class FakeDevice:
         self.manifests: dict[str, Mapping[str, Any]] = {}  # by session
         self.unwritten: set[str] = set()  # keys of pages whose writing failed
         self.behind: dict[int, tuple[int, int]] = {}  # position -> what cells has, of the context that outgrew the pool
+        self.recurrent: dict[int, tuple[int, int]] = {}  # by slot: tokens that its recurrent state has seen, their hash
+        self.copies: dict[int, tuple[int, int]] = {}  # of these, by place
         self.pending: dict[int, list[tuple[object, object]]] = {}  # by ticket: what is still to be done
 
     def _page(self, page: int) -> Page:
@@ -161,6 +164,8 @@ class FakeDevice:
             del self.pending[ticket]
         self.cells.clear()
         self.behind.clear()
+        self.recurrent.clear()
+        self.copies.clear()
         self.slots.clear()
         self.tables.clear()
         return lost
@@ -204,9 +209,12 @@ class FakeDevice:
                 targets.add(prefix.pages[-1])
                 self._copy(prefix.copied_from, prefix.pages[-1])
             self.tables[prefix.slot] = prefix
+            assert (prefix.state is not None) == bool(self.limits.state_tokens)
+            if prefix.state is not None:
+                self.recurrent[prefix.slot] = self.copies[prefix.state]
             if (last := prefix.last) is not None:
                 assert (prefix.slot, last.token_id) == (last.slot, last.history[-1])
-                state = SlotState(last.request, last.prompt_len, list(last.history), list(prefix.pages))
+                state = SlotState(last.slot, last.request, last.prompt_len, list(last.history), list(prefix.pages))
                 state.num_written, state.last_token = len(last.history) - 1, last.token_id
                 self.slots[prefix.slot] = state
                 assert len(state.table) == -(-state.num_written // self.limits.page_size)
@@ -219,6 +227,10 @@ class FakeDevice:
         if plan.long is not None:
             rows.append(self._write_long(plan.long))
         self._check_written_pages(plan)
+        assert len({place for _, place in plan.kept_states}) == len(plan.kept_states)
+        for slot, place in plan.kept_states:
+            assert 0 <= place < self.limits.num_states and self.recurrent[slot][0] % self.limits.state_tokens == 0
+            self.copies[place] = self.recurrent[slot]
         tokens = {}
         for slot, samples in rows:
             state = self.slots[slot]
@@ -261,6 +273,10 @@ class FakeDevice:
         size = self.limits.page_size
         before = self._cell(state, position - 1)[1] if position else hash(state.request.cache_salt)
         cell = token, hash((before, token))
+        if self.limits.state_tokens:
+            found = self.recurrent[state.slot] if position else (0, before)
+            assert found == (position, before), f"position {position} is computed with the state {found}"
+            self.recurrent[state.slot] = position + 1, cell[1]
         if position < self.limits.num_pages * size:
             page = state.table[position // size]
             assert 1 <= page <= self.limits.num_pages
@@ -281,7 +297,7 @@ class FakeDevice:
             prefix = self.tables.pop(chunk.slot)
             assert chunk.start == len(prefix.pages) * self.limits.page_size
             history = list(chunk.history)
-            self.slots[chunk.slot] = SlotState(chunk.request, chunk.prompt_len, history, [*prefix.pages])
+            self.slots[chunk.slot] = SlotState(chunk.slot, chunk.request, chunk.prompt_len, history, [*prefix.pages])
             self.slots[chunk.slot].num_written = chunk.start
         state = self.slots[chunk.slot]
         assert chunk.num_device_tokens == self.limits.num_pages * self.limits.page_size <= chunk.start
@@ -311,9 +327,9 @@ class FakeDevice:
             pages = [] if prefix is None else list(prefix.pages)
             assert len(pages) == -(-chunk.start // size)
             assert prefix is None or prefix.copied_from is None or chunk.start % size
-            self.slots[chunk.slot] = SlotState(
-                chunk.request, chunk.prompt_len, list(chunk.history), pages, num_written=chunk.start
-            )
+            history = list(chunk.history)
+            state = SlotState(chunk.slot, chunk.request, chunk.prompt_len, history, pages, chunk.start)
+            self.slots[chunk.slot] = state
         state = self.slots[chunk.slot]
         assert (state.request, state.prompt_len) == (chunk.request, chunk.prompt_len)
         assert chunk.first_new_page == len(state.table)

@@ -27,7 +27,7 @@ def test_a_chunk_brings_the_pages_it_begins_and_the_first_brings_the_history():
     request = harness.submit("a", 37)
     first, *later = [plan.prefills[0] for _ in range(3) if (plan := harness.step())]
     assert (len(first.new_pages), first.first_new_page) == (4, 0)
-    assert first.history == tuple(request.prompt_ids)
+    assert first.history is not None and tuple(first.history) == tuple(request.prompt_ids)
     assert [(len(chunk.new_pages), chunk.first_new_page) for chunk in later] == [(4, 4), (2, 8)]
     assert all(chunk.history is None for chunk in later)
 

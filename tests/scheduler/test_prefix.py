@@ -9,6 +9,7 @@ from jaxinfer.scheduler.disk_tier import DiskTier
 from jaxinfer.scheduler.host_tier import HostTier
 from jaxinfer.scheduler.pages import PageError, PagePool
 from jaxinfer.scheduler.prefix import PrefixCache
+from jaxinfer.scheduler.states import States
 from jaxinfer.scheduler.tiers import Tiers
 from jaxinfer.scheduler.tree import Tree
 
@@ -27,7 +28,7 @@ class Cache(PrefixCache):
 
     def __init__(self, num_pages: int = 20, page_size: int = 2):
         tree = Tree(page_size)
-        super().__init__(PagePool(num_pages), tree, Tiers(tree, HostTier(0, 1), DiskTier(0)))
+        super().__init__(PagePool(num_pages), tree, Tiers(tree, HostTier(0, 1), DiskTier(0)), States(0, 0))
         self.holders: list[tuple[str, Sequence[int], list[int]]] = []
 
     def begin(self, tokens: Sequence[int], salt: str = "") -> list[int]:

@@ -41,6 +41,9 @@ def random_limits(rng: random.Random) -> dict[str, int | None]:
             "long_tokens": rng.choice([0, 0, 9, 40]),
             "long_chunk": rng.choice([1, 5]),
         }
+    elif limits["prefix_caching"]:
+        interval = limits["page_size"] * rng.choice([1, 2])
+        limits |= rng.choice([{}, {"state_tokens": interval, "num_states": rng.choice([0, 1, 3, 20])}])
     return limits
 
 
@@ -116,6 +119,22 @@ def test_the_random_walks_preempt_and_waste_rows():
         num_wasted += num_sampled - harness.scheduler.generation_tokens
     assert num_preemptions > 20
     assert num_wasted > 20
+
+
+def test_the_random_walks_begin_with_states_that_were_kept():
+    """Likewise: of those that begin alike, some begin with a state of a prompt's end, a fork, or a former answer."""
+    num_kept = num_begun = num_cached = 0
+    for seed in range(10):
+        rng = random.Random(seed)
+        harness = Harness(seed=seed, prefix_caching=True, state_tokens=4, num_states=20, num_pages=60, page_size=2)
+        for i in range(40):
+            submit_random(harness, str(i), rng)
+            harness.step()
+        harness.drain()
+        num_kept += sum(len(plan.kept_states) for plan in harness.plans)
+        num_begun += sum(len(plan.prefixes) for plan in harness.plans)
+        num_cached += harness.scheduler.cached_prompt_tokens
+    assert num_kept > 500 and num_begun > 20 and num_cached > 150, (num_kept, num_begun, num_cached)
 
 
 MUST_HAPPEN = (

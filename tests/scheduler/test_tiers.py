@@ -5,7 +5,7 @@ import pytest
 from jaxinfer.scheduler.host_tier import HostTier
 from jaxinfer.scheduler.pages import PageError
 from jaxinfer.scheduler.plan import Delete, Fetch, Offload, Restore, Save
-from jaxinfer.scheduler.tree import Node
+from jaxinfer.scheduler.tree import Node, pack
 from jaxinfer.types import InvalidRequest
 from tests.scheduler.cached import Cache, of_kind, page
 from tests.scheduler.harness import Harness
@@ -55,6 +55,14 @@ def test_a_frame_is_copied_leaves_first_and_once():
     copied = [p for one in offloads for p in one.pages]
     assert len(offloads) == len({one.frame for one in offloads})
     assert cache.tiers.num_offloaded == len(copied)
+
+
+def test_nothing_is_copied_early_ahead_of_somebody_who_found_all_else_in_the_cache():
+    cache = Cache(num_frames=8)
+    for tokens in (A, B):
+        cache.end(cache.begin(tokens)[0])
+    assert cache.take_transfers(10**9, is_awaited=True) == [] and cache.has_work
+    assert len(of_kind(cache.begun(), Offload)) == 1
 
 
 def test_what_is_restored_is_held_until_it_has_arrived_whoever_gave_up_waiting():
@@ -314,7 +322,7 @@ def test_a_frame_is_free_when_nobody_wants_it_and_nobody_counts_on_it():
     frame, other = host.take(), host.take()
     with pytest.raises(PageError, match="all 2 are filled"):
         host.take()
-    nodes = [Node("", None, (i,)) for i in range(3)]
+    nodes = [Node("", None, pack([i])) for i in range(3)]
     host.put(frame, nodes[0])
     host.put(frame, nodes[1])
     with pytest.raises(PageError, match="frame 0 is full"):
