@@ -120,6 +120,7 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--max-model-len", "--max-seq-len", type=int, help="usable context in tokens")
     group.add_argument("--page-size", "--block-size", type=int, help="tokens per page of the KV cache")
     group.add_argument("--num-pages", type=int, help="pages of the KV cache (default: what memory holds)")
+    group.add_argument("--num-state-copies", type=int, help="copies of recurrent states, for the prefix cache")
     group.add_argument("--gpu-memory-utilization", type=float, help="share of the device's memory to use")
     group.add_argument("--max-num-seqs", "--num-slots", type=int, help="sequences that run at once")
     group.add_argument("--max-num-batched-tokens", type=int, help="most tokens in one step")
