@@ -7,6 +7,7 @@ soft and hard limit by name, `uid`, None where the caller is no root, and `folde
 import json
 import os
 import resource
+import signal
 import sys
 
 
@@ -19,6 +20,8 @@ def launch(settings: dict, command: list[str]) -> None:
         os.setgroups([])
         os.setresgid(uid, uid, uid)
         os.setresuid(uid, uid, uid)
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and what is ignored is inherited
+        signal.signal(number, signal.SIG_DFL)
     os.chdir(settings["folder"])  # only now: root without capabilities may not enter another user's folder
     os.execv(command[0], command)
 

@@ -10,7 +10,7 @@ import re
 import ssl
 import urllib.parse
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from jaxinfer.agent.model import ContextFull, Ending, Message, ModelFailed, Part
 from jaxinfer.text.message import Call, Thought, Words
@@ -109,18 +109,23 @@ class RemoteModel:
         finally:
             connection.close()
 
-    def _refuse(self, status: int, body: bytes) -> None:
-        with contextlib.suppress(ModelFailed):
-            error = _json(body).get("error", {})
-            message = error.get("message") if isinstance(error, dict) else error
-            code = error.get("code") if isinstance(error, dict) else None
-            if status in (400, 413, 422) and (code == "context_length_exceeded" or _CONTEXT_WORDS.search(str(message))):
-                raise ContextFull(str(message))
-            if status in (400, 404, 422) and message:
-                raise InvalidRequest(f"the server refuses the request: {message}")
-            if message:
-                raise ModelFailed(f"the server answers {status}: {message}")
-        raise ModelFailed(f"{self._url.geturl()} answers {status}: {body[:200].decode(errors='replace')!r}")
+    def _refuse(self, status: int, body: bytes) -> NoReturn:
+        try:
+            error = _json(body).get("error")
+        except ModelFailed:
+            error = None
+        if isinstance(error, dict):
+            message, code = error.get("message"), error.get("code")
+        else:
+            message, code = error, None
+        if not message:
+            shown = body[:200].decode(errors="replace")
+            raise ModelFailed(f"{self._url.geturl()} answers {status}: {shown!r}")
+        if status in (400, 413, 422) and (code == "context_length_exceeded" or _CONTEXT_WORDS.search(str(message))):
+            raise ContextFull(str(message))
+        if status in (400, 404, 422):
+            raise InvalidRequest(f"the server refuses the request: {message}")
+        raise ModelFailed(f"the server answers {status}: {message}")
 
 
 def _sampling_body(sampling: SamplingParams) -> dict[str, Any]:

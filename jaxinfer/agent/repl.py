@@ -135,6 +135,7 @@ def read_lines(display: Display) -> Iterator[str]:
         except KeyboardInterrupt:
             display.line("/quit or Ctrl-D ends")
         except EOFError:
+            print()  # the shell's prompt is not to stand behind ours
             return
 
 

@@ -29,6 +29,7 @@ _PYTHON_AT = "/python"
 _WORKSPACE_AT = "/workspace"
 _FIRST_UID, _NUM_UIDS = 62000, 3000
 """Of the users that root becomes, by process: below 65536, as containers map no more, and above what systems assign."""
+_TRIAL_S = 20.0
 _MAX_COMMAND_BYTES = 100_000
 """The kernel takes 128 KiB in one argument."""
 
@@ -114,7 +115,7 @@ class Sandbox:
             seccomp.program(platform.machine())
         except LookupError as error:
             return str(error)
-        outcome = self._run([*self._python(), "-c", _PROBE, json.dumps(dataclasses.asdict(self.limits))], self._trial())
+        outcome = self._run([*self._python(), "-c", _PROBE, json.dumps(dataclasses.asdict(self.limits))], is_trial=True)
         lines = outcome.output.strip().splitlines()
         if outcome.status == 0 and lines and lines[-1] == "holds":
             return None
@@ -191,28 +192,25 @@ class Sandbox:
     def _python(self) -> list[str]:
         return [sys.executable if self.bare else _interpreter()[0], "-I"]
 
-    def _trial(self) -> Limits:
-        """The limits of the trial: its own time, whatever commands get."""
-        return dataclasses.replace(self.limits, time_s=20.0)
-
-    def _run(self, command: Sequence[str], limits: Limits | None = None) -> Outcome:
-        limits = limits or self.limits
+    def _run(self, command: Sequence[str], *, is_trial: bool = False) -> Outcome:
+        """The trial has a time of its own, and its memory is not watched: what it tries is what each process gets."""
+        limits = self.limits
         if self.bare:
             return supervise.run(command, timeout_s=limits.time_s, memory_bytes=None, cwd=self.workspace)
         with _filter() as fd:
-            confined = [*self._bwrap(fd), "--", *self._launch(limits), *command]
+            confined = [*self._bwrap(fd), "--", *self._launch(), *command]
             return supervise.run(
                 confined,
-                timeout_s=limits.time_s,
-                memory_bytes=limits.memory_bytes,
+                timeout_s=_TRIAL_S if is_trial else limits.time_s,
+                memory_bytes=None if is_trial else limits.memory_bytes,
                 pass_fds=[fd],
                 env={"PATH": "/usr/bin:/bin"},
             )
 
-    def _launch(self, limits: Limits) -> list[str]:
+    def _launch(self) -> list[str]:
         spec = importlib.util.find_spec("jaxinfer.agent.launcher")
         assert spec is not None and spec.origin is not None
-        settings = json.dumps({"rlimits": limits.rlimits(), "uid": self._uid, "folder": _WORKSPACE_AT})
+        settings = json.dumps({"rlimits": self.limits.rlimits(), "uid": self._uid, "folder": _WORKSPACE_AT})
         return [_interpreter()[0], "-I", "-S", "-c", Path(spec.origin).read_text(), settings]
 
     def _bwrap(self, seccomp_fd: int) -> list[str]:

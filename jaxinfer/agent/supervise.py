@@ -16,7 +16,6 @@ from typing import NamedTuple
 MAX_OUTPUT_CHARS = 8000
 _LOOK_S = 0.05
 """Between two looks at memory: a process writes at most a few hundred MB in it."""
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class Outcome(NamedTuple):
@@ -62,7 +61,7 @@ def run(
 ) -> Outcome:
     """Runs a command with no input. Whatever ends this call, an interrupt too, ends the command's process group.
 
-    memory_bytes: of the resident memory of all its processes together, shared pages counted for each; None: no limit.
+    memory_bytes: of the resident memory of all its processes together, see `resident_bytes`; None: no limit.
     What the processes touch between two looks at it (50 ms) comes on top.
     """
     start_s = time.monotonic()
@@ -130,18 +129,28 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def resident_bytes(root: int) -> int:
-    """Resident memory of a process and all below it, in bytes."""
-    parents, resident = {}, {}
+    """Resident memory of a process and all below it, in bytes, without what only mirrors files.
+
+    What a process shares with its parent since the fork is counted for both.
+    """
+    parents = {}
     for entry in os.scandir("/proc"):
         if entry.name.isdecimal():
             with contextlib.suppress(OSError, ValueError, IndexError):  # it may end meanwhile
-                fields = Path(entry.path, "stat").read_bytes().rpartition(b") ")[2].split()
-                parents[int(entry.name)] = int(fields[1])
-                resident[int(entry.name)] = int(fields[21]) * _PAGE_BYTES
+                parents[int(entry.name)] = int(Path(entry.path, "stat").read_bytes().rpartition(b") ")[2].split()[1])
     within = {root}
     grown = True
     while grown:
         found = {pid for pid, parent in parents.items() if parent in within and pid not in within}
         within |= found
         grown = bool(found)
-    return sum(resident.get(pid, 0) for pid in within)
+    return sum(map(_memory_bytes, within))
+
+
+def _memory_bytes(pid: int) -> int:
+    try:
+        lines = Path(f"/proc/{pid}/status").read_bytes().splitlines()
+    except OSError:
+        return 0
+    fields = (line.split() for line in lines if line.startswith((b"RssAnon:", b"RssShmem:")))
+    return sum(int(field[1]) << 10 for field in fields)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import json
 import re
@@ -34,8 +35,8 @@ class Tool(NamedTuple):
 
     def definition(self) -> dict[str, Any]:
         """As the OpenAI API and chat templates have it."""
-        function = {"name": self.name, "description": self.description, "parameters": self.parameters}
-        return {"type": "function", "function": function}
+        described = {"description": self.description} if self.description else {}
+        return {"type": "function", "function": {"name": self.name, **described, "parameters": self.parameters}}
 
 
 class ToolResult(NamedTuple):
@@ -141,7 +142,9 @@ def is_object(arguments: str) -> bool:
 
 def _default(value: Any) -> Any:
     """A default as msgspec takes it: a fresh copy where it can be changed."""
-    return msgspec.field(default_factory=lambda: value) if isinstance(value, list | dict | set) else value
+    return (
+        msgspec.field(default_factory=lambda: copy.deepcopy(value)) if isinstance(value, list | dict | set) else value
+    )
 
 
 def _schema(arguments: type, name: str) -> dict[str, Any]:
