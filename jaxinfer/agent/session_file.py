@@ -44,8 +44,8 @@ def save(path: str | Path, session: Session) -> None:
 def load(path: str | Path) -> Session:
     """Reads a session. SessionFileError with the line that is none of one."""
     with open(path, encoding="utf-8") as file:
-        lines = file.read().splitlines()
-    head = _object(path, 1, lines[0] if lines else "")
+        lines = file.read().removesuffix("\n").split("\n")  # splitlines would also split inside a text
+    head = _object(path, 1, lines[0])
     if (head.get("format"), head.get("version")) != (FORMAT, VERSION):
         raise SessionFileError(f"{path} is no session of version {VERSION}: it begins with {lines[:1]!r:.80}")
     entries = [_entry(path, number, line) for number, line in enumerate(lines[1:], 2)]

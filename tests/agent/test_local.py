@@ -63,7 +63,7 @@ def test_in_a_loop_every_prompt_begins_with_all_that_was_computed_before(qwen3):
     first, second, third = agent.ask("Which?").turns
     assert first.cached_tokens == 0
     for before, turn in ((first, second), (second, third)):
-        # Of the reply the end of the turn is counted, which is no more than sampled, and its last token is not computed.
+        # The end of the turn is counted, but only sampled, and of what precedes it the last token is not computed.
         assert turn.cached_tokens == before.prompt_tokens + before.completion_tokens - 2
 
 
