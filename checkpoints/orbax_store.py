@@ -8,12 +8,12 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Sharding
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from checkpoints.load import check_complete
 from checkpoints.resolve import STORE_MARKER, Checkpoint
 from checkpoints.source import CheckpointError
-from jaxinfer.params import Params, Specs
+from jaxinfer.params import Params, ParamSpec, Specs
 
 FORMAT_VERSION = 1
 _PARAMS = "params"
@@ -49,14 +49,16 @@ def save(path: str | Path, params: Params, specs: Specs, checkpoint: Checkpoint)
 def restore(path: str | Path, specs: Specs, dtype: jnp.dtype, shardings: Mapping[str, Sharding]) -> Params:
     """The parameters of a store on the devices of `shardings`, whatever mesh they were saved from.
 
-    Each device reads its own part. Parameters that are missing, extra or misshapen raise one CheckpointError.
+    Each device reads its own part, or all of a parameter of which devices share parts. Parameters that are
+    missing, extra or misshapen raise one CheckpointError.
     """
     import orbax.checkpoint as ocp
 
     folder = Path(path).absolute()
     check_complete(_shapes(specs), stored_shapes(folder))
     targets = {
-        name: jax.ShapeDtypeStruct(spec.array_shape, dtype, sharding=shardings[name]) for name, spec in specs.items()
+        name: jax.ShapeDtypeStruct(spec.whole_shape, dtype, sharding=_stored_sharding(spec, shardings[name]))
+        for name, spec in specs.items()
     }
     arguments = {
         name: ocp.ArrayRestoreArgs(sharding=target.sharding, global_shape=target.shape, dtype=target.dtype)
@@ -65,9 +67,21 @@ def restore(path: str | Path, specs: Specs, dtype: jnp.dtype, shardings: Mapping
     try:
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
             request = ocp.args.PyTreeRestore(item=targets, restore_args=arguments)
-            return checkpointer.restore(folder / _PARAMS, args=request)
+            restored = checkpointer.restore(folder / _PARAMS, args=request)
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(f"{folder / _PARAMS}: cannot be restored ({type(error).__name__}: {error})") from error
+    shared = {name for name, spec in specs.items() if spec.whole is not None}
+    for name in shared:
+        restored[name] = jax.jit(specs[name].spread, out_shardings=shardings[name])(restored[name])
+    return restored
+
+
+def _stored_sharding(spec: ParamSpec, sharding: Sharding) -> Sharding:
+    """Of the array that is read: whole on every device where it is still to be spread."""
+    if spec.whole is None:
+        return sharding
+    assert isinstance(sharding, NamedSharding)
+    return NamedSharding(sharding.mesh, PartitionSpec())
 
 
 def stored_shapes(path: str | Path) -> dict[str, tuple[int, ...]]:
@@ -85,7 +99,7 @@ def stored_shapes(path: str | Path) -> dict[str, tuple[int, ...]]:
 
 
 def _shapes(specs: Specs) -> dict[str, tuple[int, ...]]:
-    return {name: spec.array_shape for name, spec in specs.items()}
+    return {name: spec.whole_shape for name, spec in specs.items()}
 
 
 def _listing(params: Params) -> dict[str, dict[str, object]]:

@@ -7,17 +7,21 @@ if TYPE_CHECKING:
     from jaxinfer.agent.loop import Agent
     from jaxinfer.api import LLM
     from jaxinfer.config import EngineConfig
+    from jaxinfer.offline import run_batch
     from jaxinfer.serving import serve
+    from jaxinfer.structured import StructuredOutputs
     from jaxinfer.types import SamplingParams
 
-__all__ = ["LLM", "Agent", "EngineConfig", "SamplingParams", "serve"]
+__all__ = ["LLM", "Agent", "EngineConfig", "SamplingParams", "StructuredOutputs", "run_batch", "serve"]
 
 _HOMES = {
     "Agent": "jaxinfer.agent.loop",
     "LLM": "jaxinfer.api",
+    "run_batch": "jaxinfer.offline",
     "serve": "jaxinfer.serving",
     "EngineConfig": "jaxinfer.config",
     "SamplingParams": "jaxinfer.types",
+    "StructuredOutputs": "jaxinfer.structured",
 }
 
 

@@ -29,7 +29,7 @@ from jaxinfer.found import Found, find_model
 from jaxinfer.kv_tiers import TierSizes, open_disk, size_memory
 from jaxinfer.models import registry
 from jaxinfer.models.model import Model, ModelError
-from jaxinfer.params import Params, abstract_params, num_bytes, random_params
+from jaxinfer.params import Params, num_bytes, random_params
 from jaxinfer.progress import Progress
 from jaxinfer.runner import cache
 from jaxinfer.runner.buckets import Bucket, make_buckets
@@ -42,7 +42,9 @@ from jaxinfer.runner.runner import ModelRunner
 from jaxinfer.runner.step import StepBuilder
 from jaxinfer.scheduler.kv_cache import KvCache
 from jaxinfer.scheduler.scheduler import Scheduler
+from jaxinfer.sharding import mesh as meshes
 from jaxinfer.sharding import rules
+from jaxinfer.text.grammar import Grammars
 from jaxinfer.text.tokenizer import Tokenizer
 from jaxinfer.types import EngineInfo
 
@@ -78,6 +80,7 @@ def build_engine(config: EngineConfig, found: Found | None = None, *, show_progr
         checkpoint, tokenizer = finding.result()
     ends, defaults = eos_ids(checkpoint, tokenizer), sampling_defaults(checkpoint)
     builder = make_builder(config, checkpoint, tokenizer)
+    grammars = Grammars(tokenizer, builder.vocab_size, ends) if tokenizer else None
     mesh, buckets = builder.mesh, builder.buckets
     executables = Executables(open_executables(config), checkpoint.config)
     check_tensors(checkpoint, builder.model)
@@ -119,15 +122,13 @@ def build_engine(config: EngineConfig, found: Found | None = None, *, show_progr
         has_disk_tier=disk is not None,
     )
     kept = KvCache(limits, disk.pages(), disk.manifests()) if disk else KvCache(limits)
-    return Engine(runner, Scheduler(limits, kept), info, step_timeout_s=config.step_timeout_s)
+    return Engine(runner, Scheduler(limits, kept), info, step_timeout_s=config.step_timeout_s, grammars=grammars)
 
 
 def make_builder(config: EngineConfig, checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> StepBuilder:
     """What makes the steps of a model; of its shape, the number of pages is still to be found."""
-    model = registry.from_config(checkpoint.config, tensor_names(checkpoint))
-    mesh = rules.make_mesh(config.tensor_parallel_size)
-    axis_rules = choose_rules(config)
-    rules.shardings(model.specs, mesh, axis_rules)  # refuses what the mesh does not divide
+    mesh, axis_rules = choose_mesh(config), choose_rules(config)
+    model = registry.for_mesh(checkpoint.config, tensor_names(checkpoint), mesh, axis_rules)
     check_recurrent(config, model)
     shape = _state_shape(config, model, mesh)
     buckets = make_buckets(rules.platform(mesh), shape.num_slots, _max_step_tokens(config, shape.num_slots, mesh))
@@ -137,8 +138,15 @@ def make_builder(config: EngineConfig, checkpoint: Checkpoint, tokenizer: Tokeni
     )
 
 
-def choose_rules(config: EngineConfig) -> Mapping[str, str]:
+def choose_mesh(config: EngineConfig) -> Mesh:
+    """The devices, along their axes."""
+    return rules.make_mesh(config.tensor_parallel_size) if config.mesh is None else meshes.choose_mesh(config.mesh)
+
+
+def choose_rules(config: EngineConfig) -> rules.Rules:
     """How the devices share out the model."""
+    if config.rules is not None:
+        return rules.find(config.rules)
     return rules.EXPERT_PARALLEL if config.enable_expert_parallel else rules.TENSOR_PARALLEL
 
 
@@ -194,7 +202,7 @@ def _load_and_compile(
     """
     model, dtype = builder.model, builder.shape.dtype
     shardings = rules.shardings(model.specs, builder.mesh, builder.axis_rules)
-    params = abstract_params(model.specs, dtype, shardings)
+    params = builder.abstract_params
 
     def load_all(raise_if_stopped: Callable[[], None]) -> Params:
         def show(stage: str, done: int, total: int) -> None:

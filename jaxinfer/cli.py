@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
+import importlib.metadata
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from jaxinfer import agent_flags, plan_flags
+from jaxinfer.agent_flags import API_KEY_VARIABLE
 from jaxinfer.config import (
     ACCESS_LOGS,
     DEFAULT_MODEL,
@@ -28,8 +30,6 @@ if TYPE_CHECKING:  # what loads JAX is imported where a command needs it: it tak
     from jaxinfer.api import LLM
 
 EXIT_FAILED = 1
-API_KEY_VARIABLE = "JAXINFER_API_KEY"
-"""Of the environment: a key that does not show in the list of processes."""
 ACCESS_FIELDS = (
     *("allowed_origins", "allowed_methods", "allowed_headers", "ssl_certfile", "ssl_keyfile"),
     *("request_timeout_s", "drain_timeout_s", "access_log"),
@@ -50,27 +50,33 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_FAILED
 
 
+def _installed_version() -> str:
+    try:
+        return importlib.metadata.version("jaxinfer")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"  # run from a source tree
+
+
 def _refusals(command: str) -> tuple[type[Exception], ...]:
     """The errors of a command whose message says it all. Asked for once there is one: until then nothing is loaded."""
     if command == "serve":
         from jaxinfer import serving
 
         return serving.REFUSALS
-    if command == "agent":  # with a URL it loads no JAX
-        from jaxinfer.agent.command import REFUSALS
+    if command == "agent" and "jaxinfer.api" not in sys.modules:  # with a URL it loads no JAX
+        return agent_flags.refusals()
+    if command == "batch":
+        from jaxinfer import offline
 
-        if "jaxinfer.api" not in sys.modules:
-            return (*REFUSALS, ConfigError)
-        from jaxinfer import api
-
-        return (*REFUSALS, *api.REFUSALS)
+        return offline.REFUSALS
     from jaxinfer import api
 
-    return api.REFUSALS
+    return (*api.REFUSALS, *(agent_flags.refusals() if command == "agent" else ()))
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="jaxinfer", description="Large language models on NVIDIA GPUs, from JAX.")
+    parser.add_argument("--version", action="version", version=f"jaxinfer {_installed_version()}")
     commands = parser.add_subparsers(dest="command", required=True)
 
     def command(name: str, run: Any, text: str) -> argparse.ArgumentParser:
@@ -94,7 +100,11 @@ def _parser() -> argparse.ArgumentParser:
     agent = command("agent", _agent, "Let a model answer with tools, in the terminal or once.")
     _add_engine(agent)
     _add_sampling(agent)
-    _add_agent(agent)
+    agent_flags.add(agent)
+    batch = command("batch", _batch, "Answer every row of a file; run again, an interrupted job goes on.")
+    _add_engine(batch)
+    _add_batch(batch)
+    _add_sampling(batch)
     convert = command("convert", _convert, "Write a checkpoint as an Orbax store, which loads into any sharding.")
     convert.add_argument("model", help="folder, GGUF file, Hub id or alias")
     convert.add_argument("out", help="new folder")
@@ -104,6 +114,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_engine(check)
     check.add_argument("--memory", action="store_true", help="say where the bytes of each device go, part by part")
     check.add_argument("--json", action="store_true", help="print the report as JSON")
+    plan = command("shard-report", _shard_report, "Say what a model would take on a mesh of GPUs, without any.")
+    plan_flags.add(plan)
     return parser
 
 
@@ -120,7 +132,6 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--max-model-len", "--max-seq-len", type=int, help="usable context in tokens")
     group.add_argument("--page-size", "--block-size", type=int, help="tokens per page of the KV cache")
     group.add_argument("--num-pages", type=int, help="pages of the KV cache (default: what memory holds)")
-    group.add_argument("--num-state-copies", type=int, help="copies of recurrent states, for the prefix cache")
     group.add_argument("--gpu-memory-utilization", type=float, help="share of the device's memory to use")
     group.add_argument("--max-num-seqs", "--num-slots", type=int, help="sequences that run at once")
     group.add_argument("--max-num-batched-tokens", type=int, help="most tokens in one step")
@@ -148,6 +159,13 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         help="each of these devices holds whole experts instead of a slice of every one (default: no)",
     )
+    group.add_argument("--mesh", help="devices by axis, as in tensor=2,expert=4")
+    group.add_argument("--rules", help="what is split over which axis: tensor or whole-experts (default: tensor)")
+    group.add_argument(
+        "--num-state-copies",
+        type=int,
+        help="recurrent states that the prefix cache keeps (default: 64 on a GPU, 16 on a CPU)",
+    )
     group.add_argument("--seed", type=int, help="of random weights")
     group.add_argument("--compile-cache-dir", help="folder for compiled steps; empty: none")
 
@@ -158,6 +176,7 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--port", type=int, default=ServerConfig.port)
     group.add_argument("--served-model-name", nargs="+", default=(), help="names that clients may use")
     group.add_argument("--api-server-count", type=int, help="front-end processes (default: by the number of cores)")
+    group.add_argument("--batch-dir", help="folder for /v1/files and /v1/batches (default: the server has neither)")
     group.add_argument("--chat-template", help="file with a Jinja template, in place of the model's own")
     group.add_argument(
         "--tool-call-parser",
@@ -207,6 +226,25 @@ def _add_access(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_batch(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("job")
+    group.add_argument("--input", required=True, help="JSONL, also gzipped, Parquet, Arrow, or a folder of such")
+    group.add_argument("--output", required=True, help="new file: .jsonl, .jsonl.gz or .parquet")
+    group.add_argument("--restart", action="store_true", help="begin anew, and delete what there is of the output")
+    group.add_argument("--job-seed", type=int, help="of rows that sample and give no seed (default 0)")
+    group.add_argument("--shuffle-seed", type=int, help="read and write the rows in a random order")
+    group.add_argument("--shard-index", type=int, help="part of the rows that this process takes, from 0")
+    group.add_argument("--shard-count", type=int, help="parts of the rows, each with a file of its own")
+    group.add_argument("--served-model-name", nargs="+", help="names of the model that rows may give")
+    group.add_argument("--chat-template", help="file with a Jinja template, in place of the model's own")
+    group.add_argument("--tool-call-parser", choices=TOOL_CALL_PARSERS, help="how the model writes tool calls")
+    group.add_argument("--reasoning-parser", choices=REASONING_PARSERS, help="how the model marks its thought")
+    group.add_argument("--group-prefixes", action="store_true", help="run rows together whose prompts begin alike")
+    group.add_argument("--max-rows-ahead", type=int, help="rows that may be read before the first of them is done")
+    group.add_argument("--checkpoint-s", type=float, help="time between two checkpoints, in seconds (default 2)")
+    group.add_argument("--no-progress", action="store_true", help="show nothing")
+
+
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sampling")
     group.add_argument("--max-tokens", type=int)
@@ -215,25 +253,6 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--top-p", type=float)
     group.add_argument("--min-p", type=float)
     group.add_argument("--sampling-seed", type=int, help="the same seed gives the same output")
-
-
-def _add_agent(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("agent")
-    group.add_argument("--prompt", help="answer this question and end; - reads it from standard input")
-    group.add_argument("--json", action="store_true", help="with --prompt: print the answer as a JSON object")
-    group.add_argument("--url", help="ask this server, which speaks OpenAI's chat completions, instead of an engine")
-    group.add_argument("--api-key", metavar="KEY", help=f"key for it (default: that of {API_KEY_VARIABLE}, or none)")
-    group.add_argument("--system", help="system message")
-    group.add_argument("--max-turns", type=int, help="most replies to a question (default: 10)")
-    group.add_argument("--no-tools", action="store_true", help="let the model only talk")
-    group.add_argument("--mcp", action="append", default=[], metavar="COMMAND", help="MCP server to take tools from")
-    group.add_argument("--workspace", help="folder that tools may write to (default: a new one, removed at the end)")
-    group.add_argument("--tool-timeout-s", type=float, help="of one command (default: 30)")
-    group.add_argument("--tool-memory-mib", type=int, help="of one command (default: 512)")
-    group.add_argument(
-        "--unsafe-no-sandbox", action="store_true", help="run the model's commands as yourself, without any sandbox"
-    )
-    group.add_argument("--session", metavar="FILE", help="go on with this session, and save it after every answer")
 
 
 def _engine_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -260,6 +279,7 @@ def _serve(args: argparse.Namespace) -> None:
     server: dict[str, Any] = {
         "served_model_names": tuple(args.served_model_name),
         "api_server_count": args.api_server_count,
+        "batch_dir": args.batch_dir,
         "allow_public_without_key": args.allow_public_without_key,
         "allow_credentials": args.allow_credentials,
         "api_keys": tuple(args.api_key or filter(None, [os.environ.get(API_KEY_VARIABLE)])),
@@ -274,6 +294,35 @@ def _serve(args: argparse.Namespace) -> None:
     from jaxinfer import serving
 
     serving.serve(host=args.host, port=args.port, server=server, **_engine_options(args))
+
+
+def _batch(args: argparse.Namespace) -> None:
+    from jaxinfer import offline
+
+    names = ("tool_call_parser", "reasoning_parser")
+    names += ("shuffle_seed", "shard_index", "shard_count", "max_rows_ahead", "checkpoint_s", "group_prefixes")
+    given: dict[str, Any] = {name: getattr(args, name) for name in names}
+    given |= {"seed": args.job_seed, "served_model_names": args.served_model_name}
+    if args.chat_template is not None:
+        with open(args.chat_template, encoding="utf-8") as file:
+            given["chat_template"] = file.read()
+    defaults = {name: getattr(args, name) for name in ("max_tokens", "temperature", "top_k", "top_p", "min_p")}
+    defaults["seed"] = args.sampling_seed
+    job = _given(given) | {"defaults": _given(defaults)}
+    result = offline.run_batch(
+        args.input,
+        args.output,
+        job=job,
+        restart=args.restart,
+        show_progress=not args.no_progress,
+        **_engine_options(args),
+    )
+    print(f"{result.output}: {result.num_rows} rows, {result.num_failed} failed, {result.output_tokens} tokens")
+
+
+def _given(options: dict[str, Any]) -> dict[str, Any]:
+    """What the command line gave."""
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def _generate(args: argparse.Namespace) -> None:
@@ -301,33 +350,7 @@ def _chat(args: argparse.Namespace) -> None:
 
 
 def _agent(args: argparse.Namespace) -> int:
-    from jaxinfer.agent import command
-
-    given = {field.name: getattr(args, field.name) for field in dataclasses.fields(command.AgentCommand)}
-    asked = command.AgentCommand(**{name: value for name, value in given.items() if value is not None})
-    return command.run(asked, lambda: _agent_model(args))
-
-
-@contextlib.contextmanager
-def _agent_model(args: argparse.Namespace) -> Iterator[Any]:
-    """The model behind --url, or one in this process."""
-    options, sampling = _engine_options(args), _sampling(args)
-    if args.url is not None:
-        from jaxinfer.agent.remote import RemoteModel
-
-        if unused := [f"--{name.replace('_', '-')}" for name in options if name != "model"]:
-            raise InvalidRequest(f"{', '.join(unused)} is for an engine in this process; with --url there is none")
-        named = args.model if args.model is not None else args.model_name
-        key = args.api_key or os.environ.get(API_KEY_VARIABLE)
-        yield RemoteModel(args.url, sampling, api_key=key, model=named)
-        return
-    if args.api_key is not None:
-        raise InvalidRequest("--api-key is for the server at --url; give that, too")
-    from jaxinfer import api
-    from jaxinfer.agent.local import LocalModel
-
-    with api.LLM(**options) as llm:
-        yield LocalModel(llm, sampling)
+    return agent_flags.run(args, _engine_options(args), _sampling(args))
 
 
 def _read_line() -> str:
@@ -384,6 +407,12 @@ def _doctor(args: argparse.Namespace) -> int:
     report = doctor.examine(EngineConfig(**_engine_options(args)), memory=args.memory)
     print(report.to_json() if args.json else report)
     return 0 if report.healthy else EXIT_FAILED
+
+
+def _shard_report(args: argparse.Namespace) -> int:
+    from jaxinfer import shard_report
+
+    return shard_report.run(args)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 PAGE_SIZES = (8, 16, 32, 64, 128, 256)
 DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -80,9 +81,18 @@ class EngineConfig:
     kv_disk_gib: float = 64.0
     """Most GiB in kv_disk_dir. Saved sessions are never deleted for it."""
     tensor_parallel_size: int = 1
-    """Devices that the heads, the MLP and the vocabulary are split over."""
+    """Devices that the heads, the MLP and the vocabulary are split over: the same as mesh tensor=N."""
     enable_expert_parallel: bool = False
-    """Whether these devices share out whole experts, rather than a slice of each. Nothing else of a model changes."""
+    """Whether these devices share out whole experts, rather than a slice of each. Nothing else of a model changes.
+
+    The same as rules whole-experts."""
+    mesh: Any = None
+    """Devices by axis: "tensor=2,expert=4", the same as a mapping, or a jax.sharding.Mesh. The last axis is that of
+    neighbouring devices. None: tensor_parallel_size of them."""
+    rules: Any = None
+    """What is split over which axis: the name of a preset, or a mapping from logical axes to mesh axes.
+
+    None: tensor."""
     seed: int = 0
     """Of random weights, with load_format dummy."""
     compile_cache_dir: str | None = None
@@ -121,7 +131,19 @@ class EngineConfig:
             MIN_TIMEOUT_S <= self.step_timeout_s <= MAX_TIMEOUT_S,
             f"step_timeout_s is {self.step_timeout_s}; it must be from {MIN_TIMEOUT_S:g} to {MAX_TIMEOUT_S:g} seconds",
         )
+        self._check_mesh()
         self._check_tiers()
+
+    def _check_mesh(self) -> None:
+        size, whole = self.tensor_parallel_size, self.enable_expert_parallel
+        _check(
+            self.mesh is None or size == 1,
+            f"mesh is {self.mesh!r} and tensor_parallel_size is {size}; give one: mesh tensor={size} is the same",
+        )
+        _check(
+            self.rules is None or not whole,
+            f"rules is {self.rules!r} and enable_expert_parallel is {whole}; give one: rules whole-experts is the same",
+        )
 
     def _check_tiers(self) -> None:
         host_gib, directory, disk_gib = self.kv_host_gib, self.kv_disk_dir, self.kv_disk_gib
@@ -164,6 +186,14 @@ class SchedulerLimits:
     long_tokens: int = 0  # that the host holds of a context which the pool does not; with 0 there is none longer
     long_chunk: int = 0  # most tokens of a step behind the pool
 
+    def __post_init__(self) -> None:
+        _check(
+            self.max_mixed_tokens >= self.max_num_seqs,
+            f"max_mixed_tokens is {self.max_mixed_tokens}, less than max_num_seqs {self.max_num_seqs}: a step must "
+            "hold a row of every sequence",
+        )
+        _check(self.max_step_tokens >= 1, f"max_step_tokens is {self.max_step_tokens}; it must be at least 1")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServerConfig:
@@ -178,6 +208,8 @@ class ServerConfig:
     """Jinja template in place of the model's own."""
     chat_template_kwargs: Mapping[str, object] = dataclasses.field(default_factory=dict)
     """Passed to every rendering; a request's own override them."""
+    batch_dir: str | None = None
+    """Folder for /v1/files and /v1/batches, which go on after a restart. None: the server has neither."""
     tool_call_parser: str = "auto"
     """How the model writes tool calls. auto: as its chat template shows them. none: requests with tools are refused."""
     reasoning_parser: str = "auto"
@@ -218,6 +250,7 @@ class ServerConfig:
             count is None or 1 <= count <= MAX_FRONT_ENDS,
             f"api_server_count is {count}; it must be from 1 to {MAX_FRONT_ENDS}",
         )
+        _check(self.batch_dir != "", "batch_dir is empty; give a folder, or leave it out for none")
         for name, known in (("tool_call_parser", TOOL_CALL_PARSERS), ("reasoning_parser", REASONING_PARSERS)):
             value = getattr(self, name)
             _check(value in known, f"{name} is {value!r}; known: {', '.join(known)}")

@@ -16,11 +16,19 @@ import jax.numpy as jnp
 
 from checkpoints import load
 from checkpoints.resolve import resolve
-from jaxinfer.build import REFUSALS, check_context, check_recurrent, choose_rules, find_devices, tensor_names
+from jaxinfer.build import (
+    REFUSALS,
+    check_context,
+    check_recurrent,
+    choose_mesh,
+    choose_rules,
+    find_devices,
+    tensor_names,
+)
 from jaxinfer.config import ConfigError, EngineConfig
 from jaxinfer.memory_plan import MemoryPart, plan_memory
 from jaxinfer.models import registry
-from jaxinfer.params import num_bytes
+from jaxinfer.params import abstract_params, shard_bytes
 from jaxinfer.runner.cache import token_bytes
 from jaxinfer.sharding import rules
 
@@ -112,9 +120,8 @@ def _device_memory(device: jax.Device) -> int:
 def _model(config: EngineConfig, memory: int) -> list[Finding]:
     try:
         checkpoint = resolve(config.model, revision=config.revision, load_format=config.load_format)
-        model = registry.from_config(checkpoint.config, tensor_names(checkpoint))
-        mesh = rules.make_mesh(config.tensor_parallel_size)
-        rules.check_divisible(model.specs, mesh, choose_rules(config))
+        mesh, axis_rules = choose_mesh(config), choose_rules(config)
+        model = registry.for_mesh(checkpoint.config, tensor_names(checkpoint), mesh, axis_rules)
         check_context(config, model)
         check_recurrent(config, model)
         if checkpoint.tensors is not None:
@@ -124,8 +131,11 @@ def _model(config: EngineConfig, memory: int) -> list[Finding]:
     dtype = config.dtype
     if dtype == "auto":
         dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    weights = num_bytes(model.specs, jnp.dtype(dtype)) // mesh.size
-    context = token_bytes(model.cache, jnp.dtype(dtype)) * (config.max_model_len or model.max_model_len) // mesh.size
+    weights = shard_bytes(
+        abstract_params(model.specs, jnp.dtype(dtype), rules.shardings(model.specs, mesh, axis_rules))
+    )
+    parts = rules.num_shards("kv_heads", mesh, axis_rules) * rules.num_shards("layers", mesh, axis_rules)
+    context = token_bytes(model.cache, jnp.dtype(dtype)) * (config.max_model_len or model.max_model_len) // parts
     fit = f"{_gib(weights)} of weights and {_gib(context)} for one full context, in {dtype}"
     return [
         Finding("model", f"{config.model}: {model.architecture}, {checkpoint.format}"),

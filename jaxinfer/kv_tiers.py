@@ -10,7 +10,7 @@ from typing import NamedTuple
 from checkpoints.fingerprint import fingerprint
 from checkpoints.resolve import Checkpoint
 from jaxinfer.config import ConfigError, EngineConfig
-from jaxinfer.params import num_bytes
+from jaxinfer.params import shard_bytes
 from jaxinfer.runner import cache
 from jaxinfer.runner.disk_pages import DiskPages
 from jaxinfer.runner.long_context import LongContext
@@ -68,8 +68,9 @@ def _size_pool(config: EngineConfig, builder: StepBuilder, temp_bytes: Callable[
         return builder
     shape, mesh = builder.shape, builder.mesh
     temp = temp_bytes(builder) if builder.platform == "gpu" else 0
-    used = cache.slot_bytes(builder.abstract_state) + num_bytes(builder.model.specs, shape.dtype) // mesh.size
-    pages = cache.pool_pages(shape, mesh, used_bytes=used, temp_bytes=temp)
+    state = builder.abstract_state
+    used = cache.slot_bytes(state) + shard_bytes(builder.abstract_params)
+    pages = cache.pool_pages(shape, mesh, cache.page_bytes(state), used_bytes=used, temp_bytes=temp)
     return dataclasses.replace(builder, shape=dataclasses.replace(shape, num_pages=pages))
 
 
@@ -92,7 +93,8 @@ def _with_long_context(builder: StepBuilder, tiers: TierSizes, missing: int) -> 
 def _host_sizes(config: EngineConfig, builder: StepBuilder) -> TierSizes:
     """What the configured sizes hold. ConfigError for less than one frame, and for more memory than is there."""
     shape = builder.shape
-    page_bytes = cache.token_bytes(shape.cache, shape.dtype) * shape.page_size
+    # On the host each device has its own part, whether others have the same or not.
+    page_bytes = cache.page_bytes(builder.abstract_state) * builder.mesh.size
     if not config.kv_host_gib:
         return TierSizes(page_bytes)
     host_bytes = int(config.kv_host_gib * 2**30)
@@ -111,9 +113,10 @@ def _host_sizes(config: EngineConfig, builder: StepBuilder) -> TierSizes:
         )
     num_disk_pages = 0
     if config.kv_disk_dir is not None:
-        num_disk_pages = int(config.kv_disk_gib * 2**30) // (page_bytes + BLOCK_BYTES)
+        file_bytes = cache.token_bytes(shape.cache, shape.dtype) * shape.page_size + BLOCK_BYTES
+        num_disk_pages = int(config.kv_disk_gib * 2**30) // file_bytes
         if num_disk_pages < 1:
-            raise ConfigError(f"kv_disk_gib is {config.kv_disk_gib}, less than a page of {page_bytes:,} bytes")
+            raise ConfigError(f"kv_disk_gib is {config.kv_disk_gib}, less than a page of {file_bytes:,} bytes")
     return TierSizes(page_bytes, frame_pages, num_frames, num_disk_pages)
 
 

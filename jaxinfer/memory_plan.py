@@ -8,13 +8,12 @@ from jaxinfer.build import find_devices, make_builder, open_executables, set_up_
 from jaxinfer.config import EngineConfig
 from jaxinfer.found import find_model
 from jaxinfer.kv_tiers import size_memory
-from jaxinfer.params import abstract_params, num_bytes
+from jaxinfer.params import shard_bytes
 from jaxinfer.runner import cache
 from jaxinfer.runner.compiled import largest_temp_bytes
 from jaxinfer.runner.executables import Executables
 from jaxinfer.runner.long_context import LongContext
 from jaxinfer.runner.step import StepBuilder
-from jaxinfer.sharding import rules
 
 
 class MemoryPart(NamedTuple):
@@ -35,9 +34,9 @@ def plan_memory(config: EngineConfig) -> list[MemoryPart]:
     find_devices()
     checkpoint, tokenizer = find_model(config)
     builder = make_builder(config, checkpoint, tokenizer)
-    model, mesh = builder.model, builder.mesh
+    model = builder.model
     executables = Executables(open_executables(config), checkpoint.config)
-    params = abstract_params(model.specs, builder.shape.dtype, rules.shardings(model.specs, mesh, builder.axis_rules))
+    params = builder.abstract_params
 
     found: dict[LongContext | None, int] = {}
 
@@ -48,13 +47,13 @@ def plan_memory(config: EngineConfig) -> list[MemoryPart]:
 
     sized, tiers = size_memory(config, builder, temp_bytes)
     shape = sized.shape
-    state = shape.abstract(mesh, builder.axis_rules)
+    state = builder.abstract_state
     penalties = sum(a.size * a.dtype.itemsize for a in (state.output_counts, state.in_prompt, state.logit_bias))
     logits = state.logits.size * state.logits.dtype.itemsize
-    page_bytes = cache.token_bytes(shape.cache, shape.dtype) * shape.page_size // mesh.size
+    page_bytes = cache.page_bytes(state)
     token_bytes, context_pages = page_bytes // shape.page_size, -(-shape.max_model_len // shape.page_size)
     parts = [
-        MemoryPart("weights", num_bytes(model.specs, shape.dtype) // mesh.size, f"{model.architecture}, {shape.dtype}"),
+        MemoryPart("weights", shard_bytes(params), f"{model.architecture}, {shape.dtype}"),
         MemoryPart(
             "KV cache",
             (shape.num_pages + 1) * page_bytes,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,14 @@ def only(tensors: Sequence[np.ndarray]) -> np.ndarray:
     return tensor
 
 
+class Whole(NamedTuple):
+    """A parameter as it is where no two devices share a part of it: of one layer, and what makes `[L, *shape]` of the
+    spec from such an array [L, *shape] by copying and moving elements."""
+
+    shape: tuple[int, ...]
+    spread: Callable[[jax.Array], jax.Array]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParamSpec:
     """One parameter of a model.
@@ -35,6 +43,7 @@ class ParamSpec:
     pack: makes `shape` from the source tensors, in their order. It only moves elements.
     layers: the checkpoint's layer numbers, stacked in front as [L, *shape]; None for a parameter outside the layers.
     init: how random weights are drawn: "normal" (standard deviation 0.02), "ones" or "zeros".
+    whole: how random weights are drawn and stored, if that is not `shape`.
     """
 
     shape: tuple[int, ...]
@@ -43,6 +52,7 @@ class ParamSpec:
     pack: Callable[[Sequence[np.ndarray]], np.ndarray] = only
     layers: Sequence[int] | None = None
     init: str = "normal"
+    whole: Whole | None = None
 
     def __post_init__(self) -> None:
         if len(self.shape) != len(self.axes):
@@ -55,6 +65,16 @@ class ParamSpec:
     @property
     def array_axes(self) -> tuple[str | None, ...]:
         return self.axes if self.layers is None else ("layers", *self.axes)
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """Of the array as it is drawn and stored."""
+        shape = self.shape if self.whole is None else self.whole.shape
+        return shape if self.layers is None else (len(self.layers), *shape)
+
+    def spread(self, array: jax.Array) -> jax.Array:
+        """The array that the step reads, of one as it is drawn and stored."""
+        return array if self.whole is None else self.whole.spread(array)
 
     @property
     def size(self) -> int:
@@ -97,12 +117,18 @@ def abstract_params(
     }
 
 
+def shard_bytes(arrays: Any) -> int:
+    """Bytes that a tree of sharded arrays, or of their abstract values, takes on each device."""
+    leaves = jax.tree.leaves(arrays)
+    return sum(math.prod(a.sharding.shard_shape(a.shape)) * jnp.dtype(a.dtype).itemsize for a in leaves)
+
+
 def random_params(specs: Specs, dtype: jnp.dtype, shardings: Mapping[str, jax.sharding.Sharding], seed: int) -> Params:
     """Random weights made on the devices that hold them; the same for the same seed on any mesh."""
 
     def draw(key: jax.Array, spec: ParamSpec) -> jax.Array:
         if spec.init == "normal":
-            return (jax.random.normal(key, spec.array_shape, jnp.float32) * 0.02).astype(dtype)
+            return spec.spread((jax.random.normal(key, spec.whole_shape, jnp.float32) * 0.02).astype(dtype))
         return jnp.full(spec.array_shape, {"ones": 1, "zeros": 0}[spec.init], dtype)
 
     params = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import signal
 import sys
@@ -146,7 +147,21 @@ def _termination_raised() -> Iterator[None]:
 
 def engine_command(config: EngineConfig, *, show_progress: bool) -> list[str]:
     """The program that `EngineProcess` runs: build.py, in an interpreter of its own."""
+    config = dataclasses.replace(config, mesh=_portable(config.mesh))
     return [sys.executable, "-m", "jaxinfer.build", msgspec.json.encode(config).decode(), str(int(show_progress))]
+
+
+def _portable(mesh: Any) -> Any:
+    """A mesh as another process can have it: by the sizes of its axes. ConfigError if it has not the first devices."""
+    if mesh is None or isinstance(mesh, str | Mapping):
+        return mesh
+    ids = [device.id for device in mesh.devices.flat]
+    if ids != list(range(len(ids))):
+        raise ConfigError(
+            f"mesh has the devices {ids}; the engine of a server has a process of its own, which takes the first "
+            "devices in their order: CUDA_VISIBLE_DEVICES says which these are, or LLM takes the mesh as it is"
+        )
+    return dict(zip(mesh.axis_names, mesh.devices.shape, strict=True))
 
 
 def _front_ends_for(num_cores: int) -> int:

@@ -12,6 +12,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from jaxinfer.structured import StructuredOutputs
+
 MAX_LOGPROBS = 20
 """Most alternatives per token that a request may ask for (the limit of the OpenAI API and of vLLM's default)."""
 MAX_STOP_IDS = 32
@@ -134,6 +136,8 @@ class SamplingParams:
     """Of the requests that wait, those with a lower number are admitted first; 32 bits."""
     session_id: str | None = None
     """The conversation that this goes on with, whose pages can be saved; see `check_session_id`. None: none."""
+    structured_outputs: StructuredOutputs | None = None
+    """The form that the output has to have; it ends once nothing may follow, `min_tokens` or not. None: any."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", _strings(self.stop))
@@ -219,6 +223,11 @@ class SamplingParams:
             f"stop has {len(self.stop)} strings; at most {MAX_STOP_STRINGS} are supported",
         )
         _check(all(self.stop), "stop", "stop contains an empty string; give at least one character")
+        if (form := self.structured_outputs) is not None:
+            _check(
+                isinstance(form, StructuredOutputs), "structured_outputs", "structured_outputs is no StructuredOutputs"
+            )
+            _check((problem := form.problem()) is None, form.param, problem or "")
 
 
 def _strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
@@ -255,6 +264,7 @@ class Request:
     cache_salt: str = ""  # keys and values of earlier requests are used again only where the salt is the same
     priority: int = 0  # of those that wait, lower numbers are admitted first
     session_id: str = ""  # the conversation that it goes on with; empty: none
+    grammar: str = ""  # what the output has to match, as `text.grammar` writes it; empty: anything goes
 
     @property
     def has_penalties(self) -> bool:
@@ -264,7 +274,7 @@ class Request:
     @property
     def is_plain(self) -> bool:
         """Whether the argmax of the raw logits is all it asks for."""
-        greedy = self.temperature == 0 and not self.has_penalties and not self.logit_bias
+        greedy = self.temperature == 0 and not self.has_penalties and not self.logit_bias and not self.grammar
         return greedy and self.min_tokens == 0 and self.logprobs is None
 
 

@@ -50,7 +50,7 @@ LIMITS = ("copy_bytes_per_s", "matrix_flops", "read_bytes_per_s")
 RECORDED = ("step", "bucket", "step_ms", "waited_ms", "dispatch_ms", "weights_bytes", "kv_bytes", "flops", "floor_ms",
             "times_floor")  # fmt: skip
 """Of a step in profile.json, what the results file keeps besides its parts."""
-TYPES = {"int": int, "float": float, "str": str, "bool": bool}
+TYPES = {"int": int, "float": float, "str": str, "bool": bool, "Any": str}
 READ_TB_PER_S = 4.3
 """At which an H200 reads."""
 HOST_BOUND = 0.9

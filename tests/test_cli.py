@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib.metadata
 import json
 import re
 import socket
@@ -13,8 +15,9 @@ import gguf
 import numpy as np
 import pytest
 
-from jaxinfer import cli, serving
+from jaxinfer import cli, offline, serving
 from jaxinfer.api import LLM
+from jaxinfer.batch.config import BatchConfig
 from jaxinfer.config import EngineConfig
 from tests.api.test_serve_process import (
     GOLDEN,
@@ -27,7 +30,7 @@ from tests.api.test_serve_process import (
 )
 from tests.checkpoints.conftest import add_metadata, tiny_metadata, tiny_tensors
 
-COMMANDS = ("serve", "generate", "chat", "convert", "doctor")
+COMMANDS = ("serve", "generate", "chat", "batch", "convert", "doctor", "shard-report")
 
 
 @pytest.fixture(scope="module")
@@ -137,6 +140,50 @@ def test_wrong_usage_exits_with_2(args, capsys):
     assert "usage: jaxinfer" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", [["serve"], ["generate", "--prompt", "a"], ["chat"], ["doctor"]])
+def test_every_field_of_the_engine_has_a_flag(command):
+    args = cli._parser().parse_args(command)
+    assert [field.name for field in dataclasses.fields(EngineConfig) if not hasattr(args, field.name)] == []
+
+
+def test_version_is_that_of_the_installed_package(capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main(["--version"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out == f"jaxinfer {importlib.metadata.version('jaxinfer')}\n"
+
+
+def test_what_the_command_line_says_of_a_job_is_passed_on(monkeypatch, capsys):
+    seen = {}
+
+    def run_batch(input, output, **options):
+        seen.update(options, input=input, output=output)
+        return offline.BatchResult(output=Path(output), num_rows=3, num_failed=1, prompt_tokens=5, output_tokens=7)
+
+    monkeypatch.setattr(offline, "run_batch", run_batch)
+    paths = ("--input", "in.jsonl", "--output", "out.jsonl")
+    job = ("--job-seed", "4", "--shard-index", "1", "--shard-count", "2", "--checkpoint-s", "0.5", "--restart")
+    defaults = ("--max-tokens", "9", "--temperature", "0", "--sampling-seed", "8")
+    assert cli.main(["batch", *paths, *job, *defaults, "--model", "m", "--seed", "6", "--no-progress"]) == 0
+    assert capsys.readouterr().out == "out.jsonl: 3 rows, 1 failed, 7 tokens\n"
+    assert (seen["input"], seen["output"], seen["model"], seen["seed"]) == ("in.jsonl", "out.jsonl", "m", 6)
+    assert (seen["restart"], seen["show_progress"]) == (True, False)
+    given = BatchConfig(**seen["job"])
+    assert (given.seed, given.shard_index, given.shard_count, given.checkpoint_s) == (4, 1, 2, 0.5)
+    assert given.defaults == {"max_tokens": 9, "temperature": 0.0, "seed": 8}
+
+
+def test_a_job_that_cannot_be_begun_is_refused_in_one_line(capsys, tmp_path):
+    output = tmp_path / "out.jsonl"
+    output.write_text("mine")
+    (tmp_path / "in.jsonl").write_text("")
+    paths = ["--input", str(tmp_path / "in.jsonl"), "--output", str(output)]
+    err = refusal(["batch", str(GOLDEN), *paths], capsys)
+    assert re.fullmatch("jaxinfer batch: .*out.jsonl exists and no job has written it; .*\n", err)
+    err = refusal(["batch", str(GOLDEN), *paths[2:], "--input", str(tmp_path / "none")], capsys)
+    assert re.fullmatch("jaxinfer batch: .*No such file.*\n", err)
+
+
 def refusal(args, capsys):
     """What a command that must fail says on standard error."""
     assert cli.main(args) == 1
@@ -175,7 +222,11 @@ def test_configuration_that_cannot_work_is_refused_in_one_line(command, args, me
     ("args", "message"),
     [
         (["--max-model-len", "257"], "max_model_len is 257; the model was made for at most 256 tokens"),
-        (["--tensor-parallel-size", "4"], "a tensor axis of 4 devices does not divide .*kv_heads 2.*: 1, 2"),
+        (["--tensor-parallel-size", "3"], "a tensor axis of 3 devices does not divide .*kv_heads 4.*: 1, 2, 4"),
+        (["--mesh", "tensor:2"], "mesh is 'tensor:2'; axes and their sizes are needed"),
+        (["--mesh", "expert=2"], "mesh axis expert of 2 devices splits nothing of LlamaForCausalLM"),
+        (["--mesh", "tensor=2", "-tp", "2"], "mesh is 'tensor=2' and tensor_parallel_size is 2; give one"),
+        (["--rules", "fast"], "rules are 'fast'; known: tensor, whole-experts"),
         (["-tp", "5"], "tensor_parallel_size is 5, but there are 4 devices"),
         (["--max-num-batched-tokens", "16", "--max-num-seqs", "9"], "max_num_batched_tokens is 16, less than twice"),
     ],

@@ -59,7 +59,7 @@ def test_memory_by_part_is_what_an_engine_takes(capsys):
     ("args", "message"),
     [
         (["no-such-model"], "is no file, no folder and no Hub id"),
-        ([str(GOLDEN), "-tp", "4"], "does not divide"),
+        ([str(GOLDEN), "-tp", "3"], "does not divide"),
         ([str(GOLDEN), "-tp", "5"], "tensor_parallel_size is 5, but there are 4 devices"),
         ([str(GOLDEN), "--max-model-len", "257"], "max_model_len is 257; the model was made for at most 256 tokens"),
     ],

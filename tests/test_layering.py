@@ -19,17 +19,32 @@ PACKAGES = ("jaxinfer", "pallas_kernels", "checkpoints")
 # with; a file that belongs to none fails, so that a new layer is a decision.
 MAY_IMPORT = {
     "pallas_kernels": (),
-    "jaxinfer.types": (),
+    "jaxinfer.structured": (),
+    "jaxinfer.types": ("jaxinfer.structured",),
     "jaxinfer.config": (),
     "jaxinfer.params": (),
     "jaxinfer.progress": (),
     "jaxinfer.background": (),
     "jaxinfer.allocator": (),
-    "jaxinfer.text": ("jaxinfer.types",),
+    "jaxinfer.text": ("jaxinfer.types", "jaxinfer.structured"),
     "jaxinfer.scheduler": ("jaxinfer.types", "jaxinfer.config"),
-    "jaxinfer.http": ("jaxinfer.types", "jaxinfer.config", "jaxinfer.text"),
+    "jaxinfer.http": ("jaxinfer.types", "jaxinfer.structured", "jaxinfer.config", "jaxinfer.text"),
+    # Batches of the server are jobs like any other.
+    "jaxinfer.http.batches": ("jaxinfer.types", "jaxinfer.config", "jaxinfer.text", "jaxinfer.http", "jaxinfer.batch"),
     "jaxinfer.agent": ("jaxinfer.types", "jaxinfer.text"),
-    "jaxinfer.batch": ("jaxinfer.types", "jaxinfer.config", "jaxinfer.text"),
+    # What a row means is what the same body means to the server: see jaxinfer.batch.rows.
+    "jaxinfer.batch": (
+        "jaxinfer.types",
+        "jaxinfer.config",
+        "jaxinfer.text",
+        "jaxinfer.http.counters",
+        "jaxinfer.http.errors",
+        "jaxinfer.http.known_fields",
+        "jaxinfer.http.metrics",
+        "jaxinfer.http.openai",
+        "jaxinfer.http.prompts",
+        "jaxinfer.http.streams",
+    ),
     "jaxinfer.sharding": ("jaxinfer.params",),
     "jaxinfer.quant": ("jaxinfer.params", "pallas_kernels"),
     "jaxinfer.models": ("jaxinfer.params", "jaxinfer.sharding", "jaxinfer.quant", "pallas_kernels"),
@@ -69,25 +84,44 @@ MAY_IMPORT = {
     "jaxinfer.build": PACKAGES,  # the half of api that makes the parts
     "jaxinfer.memory_plan": PACKAGES,  # what build would make, in bytes
     "jaxinfer.api": PACKAGES,
+    "jaxinfer.offline": PACKAGES,  # the part of api that runs batch jobs
     "jaxinfer.doctor": PACKAGES,  # reports on every part
+    "jaxinfer.sharding.report": PACKAGES,  # on what would be
+    "jaxinfer.sharding.report_output": PACKAGES,
+    "jaxinfer.shard_report": PACKAGES,
+    "jaxinfer.plan_flags": ("jaxinfer.config",),
+    "jaxinfer.agent_flags": ("jaxinfer.agent", "jaxinfer.api", "jaxinfer.config", "jaxinfer.types"),
     "jaxinfer.cli": (
+        "jaxinfer.plan_flags",
+        "jaxinfer.agent_flags",
         "jaxinfer.api",
-        "jaxinfer.agent",
+        "jaxinfer.offline",
         "jaxinfer.serving",
         "jaxinfer.doctor",
+        "jaxinfer.shard_report",
         "jaxinfer.config",
         "jaxinfer.types",
     ),
     "jaxinfer.__main__": ("jaxinfer.cli",),
     # __init__: the public names
-    "jaxinfer": ("jaxinfer.api", "jaxinfer.serving", "jaxinfer.config", "jaxinfer.types", "jaxinfer.agent"),
+    "jaxinfer": (
+        "jaxinfer.api",
+        "jaxinfer.offline",
+        "jaxinfer.serving",
+        "jaxinfer.config",
+        "jaxinfer.types",
+        "jaxinfer.structured",
+        "jaxinfer.agent",
+    ),
 }
 ABOVE_ALL = (
     "jaxinfer.api",
+    "jaxinfer.offline",
     "jaxinfer.serving",
     "jaxinfer.build",
     "jaxinfer.memory_plan",
     "jaxinfer.doctor",
+    "jaxinfer.shard_report",
     "jaxinfer.cli",
     "jaxinfer.__main__",
     "jaxinfer",
@@ -97,12 +131,14 @@ BELOW_DOCTOR = ("jaxinfer.build", "jaxinfer.memory_plan")
 """The second knows the first."""
 
 WITHOUT_JAX = (
+    "jaxinfer.structured",
     "jaxinfer.types",
     "jaxinfer.config",
     "jaxinfer.text",
     "jaxinfer.scheduler",
     "jaxinfer.http",
     "jaxinfer.agent",
+    "jaxinfer.batch",
     "jaxinfer.found",
     "jaxinfer.frontend",
     "jaxinfer.serving",
@@ -118,7 +154,9 @@ INSIDE_FUNCTIONS = {
     ("jaxinfer.batch", "grain"): "only batch jobs need it",
     ("jaxinfer.agent", "mcp"): "only MCP servers need it, and the extra agent installs it",
     ("jaxinfer.agent", "prompt_toolkit"): "only terminals need it, and the extra agent installs it",
-    ("jaxinfer.text", "llguidance"): "only constrained output needs it",
+    ("jaxinfer.sharding.report_output", "matplotlib"): "only charts need it",
+    ("jaxinfer.batch", "pyarrow"): "only tables need it",
+    ("jaxinfer.agent_flags", "jaxinfer"): "as for the command line",
     ("jaxinfer.cli", "jaxinfer"): "takes 1.5 s with JAX, for which --help, wrong usage and serve need not wait",
 }
 
@@ -238,9 +276,10 @@ def test_only_optional_dependencies_are_imported_inside_functions():
 
 def test_types_need_only_the_standard_library():
     wrong = [
-        at("jaxinfer.types", found)
-        for found in imports("jaxinfer.types")
-        if found.module.split(".")[0] not in sys.stdlib_module_names
+        at(module, found)
+        for module in ("jaxinfer.types", "jaxinfer.structured")
+        for found in imports(module)
+        if found.module.split(".")[0] not in sys.stdlib_module_names and found.module != "jaxinfer.structured"
     ]
     assert not wrong, listed(wrong)
 

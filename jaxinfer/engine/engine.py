@@ -5,9 +5,12 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future
+from typing import Any, NamedTuple, Protocol
 
-from jaxinfer.runner.runner import InFlight, ModelRunner, StuckStep
+from jaxinfer.runner.runner import InFlight, ModelRunner, StuckStep, Unsampled
+from jaxinfer.scheduler.matching import Matcher
 from jaxinfer.scheduler.plan import StepResult
 from jaxinfer.scheduler.scheduler import Scheduler
 from jaxinfer.types import (
@@ -29,15 +32,58 @@ IDLE_S = 1e-3
 NOT_NUMBERS = (
     "the model's logits for it were not numbers (NaN, or minus infinity for every token), so no token could be chosen"
 )
+GRAMMAR_TIMEOUT_S = 20.0
+"""How long a grammar may take to compile, waiting for others included: the longest takes half a second alone."""
 log = logging.getLogger(__name__)
+
+
+class Compiled(Protocol):
+    """A grammar that can be matched any number of times."""
+
+    def matcher(self) -> Matcher:
+        """For an output that begins."""
+        ...
+
+
+class Grammars(Protocol):
+    """Compiles grammars in threads of its own."""
+
+    def compile(self, grammar: str) -> Future[Compiled]:
+        """The grammar, once it is compiled, or the error that says why it cannot be."""
+        ...
+
+    def prepare(self, matchers: Sequence[Any]) -> None:
+        """Told which of its matchers will be asked for masks."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class _Compiling(NamedTuple):
+    """A request that waits for its grammar."""
+
+    request_id: str
+    compiled: Future[Compiled]
+    limit_s: float  # on the monotonic clock
 
 
 class Engine:
     """A model that runs requests. Not thread-safe: one thread calls it."""
 
-    def __init__(self, runner: ModelRunner, scheduler: Scheduler, info: EngineInfo, *, step_timeout_s: float):
-        """step_timeout_s: see EngineConfig."""
+    def __init__(
+        self,
+        runner: ModelRunner,
+        scheduler: Scheduler,
+        info: EngineInfo,
+        *,
+        step_timeout_s: float,
+        grammars: Grammars | None = None,
+    ):
+        """step_timeout_s: see EngineConfig. grammars: None: without a tokenizer no output is constrained."""
         self.info = info
+        self._grammars = grammars
+        self._compiling: list[_Compiling] = []
+        self._unsampled: Unsampled | None = None
         self._runner = runner
         self._scheduler = scheduler
         self._step_timeout_s = step_timeout_s
@@ -52,11 +98,21 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
-        return self._in_flight is not None or self._scheduler.has_work
+        return self._in_flight is not None or self._unsampled is not None or self._scheduler.has_work
 
     def submit(self, request: Request) -> None:
-        """Queues a request. Raises QueueFull, or InvalidRequest for one that can never run."""
+        """Queues a request. Raises QueueFull, or InvalidRequest for one that can never run.
+
+        One whose grammar is not compiled yet is queued in a later `step`, and holds up nobody until then.
+        """
+        if request.grammar and self._grammars is None:
+            raise InvalidRequest(
+                "the output cannot be constrained: the model has no tokenizer", param="structured_outputs"
+            )
         self._scheduler.submit(request)
+        if request.grammar and self._grammars is not None:
+            compiled, limit_s = self._grammars.compile(request.grammar), time.monotonic() + GRAMMAR_TIMEOUT_S
+            self._compiling.append(_Compiling(request.request_id, compiled, limit_s))
 
     def abort(self, request_id: str) -> TokenEvent | None:
         """Ends a request and frees its pages at once. None if it is not running or waiting."""
@@ -99,34 +155,68 @@ class Engine:
     def step(self) -> list[TokenEvent]:
         """Launches the next step, then waits for the one before it and returns what that one did.
 
+        A step with constrained rows is sampled at the beginning of the next call: its masks follow from the tokens of
+        the one before. The device computes it meanwhile, and clients have these tokens first.
+
         A step that fails, or takes longer than step_timeout_s, ends the requests that run with its error, and serving
         goes on with the device's state made anew; the one after MAX_FAILURES in a row raises its error. A step whose
         logits are not numbers ends the requests that are at fault, and the others are computed again.
         """
+        events: list[TokenEvent] = []
         try:
             for done in self._runner.transferred():
                 self._scheduler.transferred(done)
                 self._idle_since_s = None
             self._resolve_saves()
+            if self._compiling:
+                self._take_grammars(events)
+            if self._unsampled is not None:
+                self._sample(self._unsampled, events)
         except Exception as error:
-            return self._recover(error)
+            return events + self._recover(error)
         plan = self._scheduler.next_plan()
         finished, self._in_flight = self._in_flight, None
         if plan is None and finished is None:
-            return self._idle()
+            return events + self._idle()
         self._idle_since_s = None
         try:
-            if plan is not None:
-                self._in_flight = self._runner.launch(plan)
+            launched = None if plan is None else self._runner.launch(plan)
+            if isinstance(launched, Unsampled):
+                self._unsampled = launched
+            else:
+                self._in_flight = launched
             result = None if finished is None else self._runner.collect(finished, self._step_timeout_s)
         except Exception as error:
-            return self._recover(error)
+            return events + self._recover(error)
         if result is None:
-            return []
+            return events
         self._failures = 0
         if -1 in result.token_ids.values():
-            return self._recover_from_nan(result)
-        return self._scheduler.apply(result)
+            return events + self._recover_from_nan(result)
+        return events + self._scheduler.apply(result) if events else self._scheduler.apply(result)
+
+    def _take_grammars(self, events: list[TokenEvent]) -> None:
+        """Queues the requests whose grammars are compiled, and ends those that have none."""
+        now_s, self._idle_since_s = time.monotonic(), None
+        waiting, self._compiling = self._compiling, []
+        for one in waiting:
+            if one.compiled.done():
+                error = one.compiled.exception()
+                if error is None:
+                    self._scheduler.constrain(one.request_id, one.compiled.result().matcher())
+                else:
+                    events += self._scheduler.refuse(one.request_id, str(error))
+            elif now_s > one.limit_s:
+                reason = f"its grammar was not compiled within {GRAMMAR_TIMEOUT_S:g} s"
+                events += self._scheduler.refuse(one.request_id, reason)
+            else:
+                self._compiling.append(one)
+
+    def _sample(self, launched: Unsampled, events: list[TokenEvent]) -> None:
+        assert self._grammars is not None
+        masks = self._scheduler.masks(self._grammars.prepare)
+        events += masks.events
+        self._in_flight, self._unsampled = self._runner.sample(launched, masks.rows), None
 
     def _recover(self, error: Exception) -> list[TokenEvent]:
         self._num_failed_steps += 1
@@ -171,7 +261,7 @@ class Engine:
         return self._scheduler.fail(reason, waiting_too=True)
 
     def _reset(self) -> None:
-        self._in_flight = None
+        self._in_flight = self._unsampled = None
         self._runner.reset()
 
     def stats(self) -> EngineStats:
@@ -209,5 +299,7 @@ class Engine:
 
     def close(self) -> None:
         """Gives up the device's memory."""
-        self._in_flight = None
+        self._in_flight = self._unsampled = None
+        if self._grammars is not None:
+            self._grammars.close()
         self._runner.close()

@@ -52,6 +52,10 @@ class Endpoint[Body](Protocol):
         """Whether to prepare it is work that grows with the body."""
         ...
 
+    def is_constrained(self, request: Body) -> bool:
+        """Whether a grammar is compiled to prepare it: milliseconds, whatever the size of the body."""
+        ...
+
     def prepare(self, request: Body, arrival_s: float) -> Reply:
         """Renders and tokenises; may run in any thread. Raises InvalidRequest or HttpError."""
         ...
@@ -93,7 +97,7 @@ class GenerateRoute:
             request = await asyncio.to_thread(endpoint.decode, body)
         else:
             request = endpoint.decode(body)
-        if len(body) > INLINE_BODY_BYTES and endpoint.has_text(request):
+        if (len(body) > INLINE_BODY_BYTES and endpoint.has_text(request)) or endpoint.is_constrained(request):
             reply = await asyncio.to_thread(endpoint.prepare, request, arrival_s)
         else:
             reply = endpoint.prepare(request, arrival_s)
@@ -139,6 +143,9 @@ class OpenAiEndpoint:
 
     def has_text(self, request: openai.CompletionRequest | openai.ChatRequest) -> bool:
         return request.has_text
+
+    def is_constrained(self, request: openai.CompletionRequest | openai.ChatRequest) -> bool:
+        return request.is_constrained
 
     def prepare(self, request: openai.CompletionRequest | openai.ChatRequest, arrival_s: float) -> OpenAiReply:
         reply_id = self._kind.id_prefix + uuid.uuid4().hex

@@ -42,7 +42,6 @@ class Refused(NamedTuple):
 
 Rule = Renamed | Only | Label | Refused
 
-_GRAMMAR = Refused("output is not constrained by this field")
 _STORED = "replies are kept by /v1/responses alone"
 _BEAM = "there is no beam search"
 _SAMPLER = "this sampler is not there; temperature, top_k, top_p and min_p are"
@@ -80,13 +79,7 @@ FIELDS: Mapping[str, Rule] = {
     "bad_words": Only(([],), "words are not forbidden; logit_bias makes tokens less likely"),
     "logits_processors": Only(([],), "code of a request is not run"),
     "thinking_token_budget": Refused("reasoning has no limit of its own; max_tokens is for all of the reply"),
-    "structured_outputs": _GRAMMAR,
-    "guided_json": _GRAMMAR,
-    "guided_regex": _GRAMMAR,
-    "guided_choice": _GRAMMAR,
-    "guided_grammar": _GRAMMAR,
-    "guided_decoding_backend": _GRAMMAR,
-    "guided_whitespace_pattern": _GRAMMAR,
+    "guided_decoding_backend": Only(("auto", "guidance"), "llguidance alone matches grammars"),
     "chat_template": Refused("a request's own template is not run; the server has --chat-template"),
     "chat_template_content_format": Only(("auto", "string"), "text parts are joined"),
     "documents": Only(([],), "documents are not supported; put them into a message"),
@@ -102,10 +95,10 @@ FIELDS: Mapping[str, Rule] = {
     "no_stop_trim": Renamed("include_stop_str_in_output"),
     "rid": Label("the reply has an id of its own; X-Request-Id is echoed"),
     "extra_key": Renamed("cache_salt"),
-    "regex": _GRAMMAR,
-    "ebnf": _GRAMMAR,
-    "json_schema": _GRAMMAR,
-    "structural_tag": _GRAMMAR,
+    "regex": Renamed("guided_regex"),
+    "ebnf": Renamed("guided_grammar"),
+    "json_schema": Renamed("guided_json"),
+    "structural_tag": Refused("a tag in running text is not supported; tools with strict: true are"),
     "stop_regex": Refused("stop takes strings"),
     "lora_path": Refused("there are no adapters"),
     "session_params": Refused("session_id names a session"),
@@ -135,8 +128,8 @@ FIELDS: Mapping[str, Rule] = {
     "no_repeat_ngram_size": Only((0,), _PENALTY),
     "encoder_repetition_penalty": Only((1, 1.0), _PENALTY),
     "dry_multiplier": Only((0, 0.0), _PENALTY),
-    "grammar": _GRAMMAR,
-    "format": _GRAMMAR,
+    "grammar": Renamed("guided_grammar"),
+    "format": Refused("response_format says what form an output has"),
     "options": Only(({},), "give each option as a field of its own"),
     "keep_alive": Only((-1, "-1"), "the model stays loaded"),
     # LiteLLM, OpenRouter and other routers
@@ -149,7 +142,6 @@ FIELDS: Mapping[str, Rule] = {
 
 COMPLETION_FIELDS: Mapping[str, Rule] = {
     "add_special_tokens": Only((True,), "a text begins as the tokenizer has it; token ids are taken as they are"),
-    "response_format": Only(({"type": "text"},), "output is not constrained"),
 }
 CHAT_FIELDS: Mapping[str, Rule] = {
     "add_special_tokens": Only((False,), "the chat template writes the special tokens"),

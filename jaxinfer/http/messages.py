@@ -172,6 +172,9 @@ class MessagesEndpoint:
     def has_text(self, request: openai.ChatRequest) -> bool:
         return request.has_text
 
+    def is_constrained(self, request: openai.ChatRequest) -> bool:
+        return request.is_constrained
+
     def prepare(self, request: openai.ChatRequest, arrival_s: float) -> MessageReply:
         message_id = f"msg_{uuid.uuid4().hex}"
         return MessageReply(self._prompts.generation(request, message_id, self._metrics, arrival_s))

@@ -14,7 +14,8 @@ import msgspec
 import numpy
 
 from jaxinfer.http import token_ids
-from jaxinfer.http.tools import check_answers, check_tools, template_calls
+from jaxinfer.http.structured import FORM_FIELDS, StructuredBody, form_of
+from jaxinfer.http.tools import Callable, check_answers, check_tools, template_calls
 from jaxinfer.types import MAX_LOGPROBS, InvalidRequest, SamplingParams
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -76,6 +77,13 @@ class _Generation(_Body, kw_only=True, frozen=True):
     cache_salt: str | None = None
     priority: int | None = None
     session_id: str | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: StructuredBody | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
     user: str | None = None  # names the end user to the provider; it changes nothing in a reply
 
     @property
@@ -94,6 +102,11 @@ class _Generation(_Body, kw_only=True, frozen=True):
     def has_text(self) -> bool:
         """Whether there is text to render, to tokenise or to show: work that grows with the body."""
         return True
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether a grammar is to be compiled: milliseconds, whatever the size of the body."""
+        return any(getattr(self, name) is not None for name in FORM_FIELDS)
 
     def check(self, least_tokens: int = 1) -> None:
         """Raises InvalidRequest for what the schema cannot say."""
@@ -131,6 +144,7 @@ class _Generation(_Body, kw_only=True, frozen=True):
             cache_salt=self.cache_salt,
             priority=_or(self.priority, 0),
             session_id=self.session_id,
+            structured_outputs=form_of(self),
         )
 
 
@@ -253,7 +267,6 @@ class ChatRequest(_Generation, kw_only=True, frozen=True):
     top_logprobs: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
-    response_format: dict[str, Any] | None = None
     tools: list[Any] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
@@ -271,16 +284,18 @@ class ChatRequest(_Generation, kw_only=True, frozen=True):
         if not self.messages:
             _refuse("messages", "messages is empty; give at least one message")
         self.callable_tools()
-        if self.response_format is not None and self.response_format != {"type": "text"}:
-            _refuse("response_format", "response_format is not supported; {'type': 'text'} is accepted")
 
     def template_messages(self) -> list[dict[str, Any]]:
         messages = [message.to_template(f"messages[{i}]") for i, message in enumerate(self.messages)]
         check_answers(messages)
         return messages
 
-    def callable_tools(self) -> dict[str, Mapping[str, Any]]:
-        """The schemas of the functions that the model may call, by name; none with the choice "none"."""
+    @property
+    def is_constrained(self) -> bool:
+        return super().is_constrained or bool(self.tools)
+
+    def callable_tools(self) -> Callable:
+        """The functions that the model may call; none with the choice "none"."""
         return check_tools(self.tools, self.tool_choice, self.parallel_tool_calls)
 
     def to_sampling(self) -> SamplingParams:

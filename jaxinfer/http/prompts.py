@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from jaxinfer.config import ServerConfig
@@ -13,7 +13,8 @@ from jaxinfer.http.errors import HttpError
 from jaxinfer.http.metrics import SequenceTimer, ServerMetrics
 from jaxinfer.http.replies import ReplyHead
 from jaxinfer.http.streams import Choice, Generation
-from jaxinfer.text import reasoning
+from jaxinfer.http.tools import Callable
+from jaxinfer.text import reasoning, tool_grammar
 from jaxinfer.text.chat_template import ChatTemplate
 from jaxinfer.text.control_tokens import ControlTokens
 from jaxinfer.text.message import MessageFormat, MessageParser
@@ -65,6 +66,7 @@ class PromptMaker:
         sampling = request.to_sampling()
         if isinstance(request, openai.ChatRequest):
             conversation, echoes = self._conversation(request), False
+            sampling = self._constrain(sampling, conversation)
             prompts: Sequence[openai.Prompt] = [conversation.ids]
         else:
             conversation, echoes = None, bool(request.echo)
@@ -128,7 +130,8 @@ class PromptMaker:
     def _conversation(self, request: openai.ChatRequest) -> _Conversation:
         if self._tokenizer is None or self._control_tokens is None or self._chat_template is None:
             raise InvalidRequest("the model has no chat template; use /v1/completions", param="messages")
-        tools = request.callable_tools()
+        callable = request.callable_tools()
+        tools = callable.schemas
         if tools and self._tool_calls is None:
             raise InvalidRequest(
                 "tools is not supported: the model's chat template shows no known format of tool calls, or the server "
@@ -151,7 +154,38 @@ class PromptMaker:
         ids = self._control_tokens.encode(text, mark)  # without further special tokens: a template writes its own
         message_format = MessageFormat(self._reasoning, self._tool_calls if tools else None)
         markers = message_format.marker_ids(self._tokenizer)
-        return _Conversation(ids, text, message_format, markers, tools, request.parallel_tool_calls is not False)
+        return _Conversation(ids, text, message_format, markers, callable, request.parallel_tool_calls is not False)
+
+    def _constrain(self, sampling: SamplingParams, conversation: _Conversation) -> SamplingParams:
+        """With the form of its calls, and with the thought that may come before whatever has a form."""
+        assert self._tokenizer is not None
+        form, callable = sampling.structured_outputs, conversation.callable
+        if form is not None and callable.schemas:
+            raise InvalidRequest(
+                f"{form.param} and tools are both given; an output has one form, or with tool_choice 'none' that of "
+                f"{form.param}",
+                param=form.param,
+            )
+        if callable.constrain:
+            assert self._tool_calls is not None
+            markers = [marker for marker in self._tool_calls.markers if self._is_special(marker)]
+            form = tool_grammar.tool_calls(
+                callable.schemas,
+                name=callable.name,
+                required=callable.required,
+                parallel=conversation.parallel,
+                format=self._tool_calls.name,
+                special=markers,
+            )
+        if form is None or self._reasoning is None:
+            return dataclasses.replace(sampling, structured_outputs=form)
+        inside = reasoning.begins_inside(self._reasoning, conversation.text)
+        return dataclasses.replace(sampling, structured_outputs=dataclasses.replace(form, thought_begun=inside))
+
+    def _is_special(self, marker: str) -> bool:
+        assert self._tokenizer is not None
+        id = self._tokenizer.special_id(marker)
+        return id is not None and self._tokenizer.is_special(id)
 
     def _echo(self, prompt: openai.Prompt, sampling: SamplingParams) -> str:
         if self._tokenizer is None:
@@ -169,14 +203,14 @@ class _Conversation:
     text: str  # the rendered template
     message_format: MessageFormat
     markers: Collection[int]  # special tokens that the parser has to see
-    tools: Mapping[str, Mapping[str, Any]]  # that the model may call: the schemas of their parameters
+    callable: Callable
     parallel: bool
 
     def parser(self) -> MessageParser | None:
         """For one choice. None: the reply is nothing but words."""
         if self.message_format == MessageFormat(None, None):
             return None
-        return MessageParser(self.message_format, self.text, self.tools, parallel=self.parallel)
+        return MessageParser(self.message_format, self.text, self.callable.schemas, parallel=self.parallel)
 
 
 def _at_least_one(sampling: SamplingParams) -> SamplingParams:

@@ -59,6 +59,10 @@ class ResponsesEndpoint:
         del request
         return True
 
+    def is_constrained(self, request: ResponsesRequest) -> bool:
+        del request
+        return False
+
     def prepare(self, request: ResponsesRequest, arrival_s: float) -> ResponseReply:
         response_id = f"resp_{uuid.uuid4().hex}"
         messages = [*self._earlier(request.previous_response_id), *request.messages()]

@@ -95,7 +95,13 @@ Main = Callable[[Stop, threading.Event], str | None]
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server, without signal handlers of its own."""
+    """uvicorn's server, without signal handlers of its own; while it serves, the app's batches are run."""
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        app = self.config.app
+        batches = app.batches if isinstance(app, App) else None
+        async with contextlib.nullcontext() if batches is None else batches.running():
+            await super().serve(sockets)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -6,6 +6,7 @@ import importlib.metadata
 import logging
 import time
 from collections.abc import MutableMapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
@@ -16,6 +17,7 @@ from starlette.routing import Route
 
 from jaxinfer.config import ServerConfig
 from jaxinfer.http import openai
+from jaxinfer.http.batches import Batches
 from jaxinfer.http.bodies import json_response
 from jaxinfer.http.counters import Counters
 from jaxinfer.http.errors import ClientGone, HttpError, problem_at
@@ -54,6 +56,7 @@ class App(Starlette):
         super().__init__(routes=routes, exception_handlers=handlers)
         self.router.redirect_slashes = False
         self.frontend = frontend
+        self.batches: Batches | None = None
         self.config = config
         self._gate = Gate(self._route, config, http_metrics.count)
         self._generate = {route.path: route.endpoint for route in routes if isinstance(route.endpoint, GenerateRoute)}
@@ -98,7 +101,8 @@ def create_app(
     def generates(path: str, endpoint: Endpoint[Any]) -> Route:
         return Route(path, GenerateRoute(engine, open_requests, endpoint), methods=["POST"])
 
-    return App(
+    batches = None if config.batch_dir is None else Batches(Path(config.batch_dir), engine, prompts)
+    app = App(
         frontend,
         [
             generates("/v1/completions", OpenAiEndpoint(prompts, metrics, openai.CompletionRequest)),
@@ -111,6 +115,7 @@ def create_app(
             Route("/v1/models", frontend.list_models),
             Route("/v1/models/{name:path}", frontend.show_model),
             *session_routes(engine, frontend.open_requests),
+            *([] if batches is None else batches.routes()),
             *(Route(path, frontend.health) for path in ("/health", "/healthz", "/ping")),
             *(Route(path, frontend.ready) for path in ("/ready", "/readyz")),
             Route("/version", frontend.version),
@@ -119,6 +124,8 @@ def create_app(
         config,
         http_metrics,
     )
+    app.batches = batches
+    return app
 
 
 class Frontend:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import msgspec
 
@@ -14,10 +14,22 @@ _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _decode = msgspec.json.decode
 
 
-def check_tools(
-    tools: Sequence[Any] | None, tool_choice: Any, parallel_tool_calls: bool | None
-) -> dict[str, Mapping[str, Any]]:
-    """The schemas of the parameters of each function, by name, if the model may call any.
+class Callable(NamedTuple):
+    """The functions that the model may call."""
+
+    schemas: Mapping[str, Mapping[str, Any]]  # of their parameters, by name
+    required: bool = False  # whether it has to call one
+    name: str | None = None  # the one that it has to call
+    strict: bool = False  # whether a client asks that arguments fit their schemas, call or no call
+
+    @property
+    def constrain(self) -> bool:
+        """Whether the output has to match a grammar."""
+        return self.required or self.strict
+
+
+def check_tools(tools: Sequence[Any] | None, tool_choice: Any, parallel_tool_calls: bool | None) -> Callable:
+    """The functions that the model may call, and whether it has to: no schemas, if it may call none.
 
     As OpenAI has it, an empty list is refused, and so is a choice where there are no tools. Raises InvalidRequest
     with the place of what is wrong.
@@ -26,24 +38,26 @@ def check_tools(
         for name, value in (("tool_choice", tool_choice), ("parallel_tool_calls", parallel_tool_calls)):
             if value is not None:
                 _refuse(name, f"{name} is {value!r}, but there are no tools; it is only allowed with tools")
-        return {}
+        return Callable({})
     if not tools:
         _refuse("tools", "tools is an empty list; give at least one tool, or leave it out")
     schemas: dict[str, Mapping[str, Any]] = {}
+    strict = False
     for i, tool in enumerate(tools):
         name, schema = _check_tool(tool, f"tools[{i}]")
         if name in schemas:
             _refuse(f"tools[{i}].function.name", f"tools[{i}].function.name is {name!r}, the name of an earlier tool")
         schemas[name] = schema
+        strict |= bool(tool["function"].get("strict"))
     if tool_choice == "none":
-        return {}
-    if tool_choice not in (None, "auto"):
-        _refuse_choice(tool_choice, schemas)
-    return schemas
+        return Callable({})
+    if tool_choice in (None, "auto"):
+        return Callable(schemas, strict=strict)
+    return Callable(schemas, required=True, name=_chosen(tool_choice, schemas))
 
 
-def _refuse_choice(choice: Any, schemas: Mapping[str, Any]) -> NoReturn:
-    """A choice that the model must follow; its output would have to be constrained."""
+def _chosen(choice: Any, schemas: Mapping[str, Any]) -> str | None:
+    """The function that the model has to call; None: any."""
     function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
     name = function.get("name") if isinstance(function, dict) else None
     if choice != "required" and not isinstance(name, str):
@@ -51,13 +65,7 @@ def _refuse_choice(choice: Any, schemas: Mapping[str, Any]) -> NoReturn:
         _refuse("tool_choice", f"tool_choice is {choice!r}; it must be {wanted}")
     if name is not None and name not in schemas:
         _refuse("tool_choice", f"tool_choice names the function {name!r}; tools has {', '.join(schemas)}")
-    _refuse_unconstrained("tool_choice", choice)
-
-
-def _refuse_unconstrained(param: str, value: Any) -> NoReturn:
-    """What only constrained decoding can promise: a call that is certain to come, or arguments sure to fit a schema."""
-    instead = "'auto' and 'none' are" if param == "tool_choice" else "false is"
-    _refuse(param, f"{param} is {value!r}, which needs constrained decoding and is not supported yet; {instead}")
+    return name
 
 
 def _check_tool(tool: Any, path: str) -> tuple[str, Mapping[str, Any]]:
@@ -73,8 +81,8 @@ def _check_tool(tool: Any, path: str) -> tuple[str, Mapping[str, Any]]:
     description, strict = function.get("description"), function.get("strict")
     if description is not None and not isinstance(description, str):
         _refuse(f"{path}.description", f"{path}.description is {description!r}; it must be a string")
-    if strict not in (None, False):
-        _refuse_unconstrained(f"{path}.strict", strict)
+    if not isinstance(strict, bool | None):
+        _refuse(f"{path}.strict", f"{path}.strict is {strict!r}; it must be true or false")
     schema = function.get("parameters")
     return name, {} if schema is None else _check_schema(schema, f"{path}.parameters")
 

@@ -80,12 +80,18 @@ class DecoderConfig:
     moe: MoeConfig | None = None
     delta: DeltaConfig | None = None
     layers: tuple[Layer, ...] | None = None  # None: attention and a dense MLP in every layer
+    kv_copies: int = 1  # devices that share a KV head: each has a copy of it, and a part of its queries
     prefix: str = "model."  # of the decoder's tensors in the checkpoint; the head's has none
 
     @property
     def group(self) -> int:
-        """Query heads per KV head, G."""
-        return self.num_heads // self.num_kv_heads
+        """Query heads per KV head, or per copy of one, G."""
+        return self.num_heads // self.pool_heads
+
+    @property
+    def pool_heads(self) -> int:
+        """KV heads in arrays, copies included: K there."""
+        return self.num_kv_heads * self.kv_copies
 
     def layers_with(self, kind: str) -> tuple[int, ...]:
         """Numbers of the layers that have this mixer or this MLP."""

@@ -31,12 +31,16 @@ def build(architecture: str, config: DecoderConfig) -> Model:
     if d is not None:
         sizes = (d.num_key_heads, d.group, d.key_width, d.value_width)
         recurrent = RecurrentShape(len(config.layers_with(DELTA)), *sizes)
+    parts = _parts(config)
     return Model(
         architecture=architecture,
-        specs=_specs(config),
-        cache=CacheShape(num_attention, config.num_kv_heads, config.head_width),
+        specs={name: spec for specs in parts.values() for name, spec in specs.items()},
+        cache=CacheShape(num_attention, config.pool_heads, config.head_width),
         recurrent=recurrent,
         num_heads=config.num_heads,
+        num_repeats=pattern(config).repeats,
+        parts={part: tuple(specs) for part, specs in parts.items()},
+        top_k=config.moe.top_k if config.moe else 0,
         vocab_rows=config.vocab_rows,
         max_model_len=config.max_model_len,
         forward=functools.partial(_forward, config),
@@ -45,19 +49,21 @@ def build(architecture: str, config: DecoderConfig) -> Model:
     )
 
 
-def _specs(c: DecoderConfig) -> Specs:
+def _parts(c: DecoderConfig) -> dict[str, Specs]:
+    """The parameters of each part."""
     table = (c.vocab_rows, c.hidden)
-    found = {
-        "embed": ParamSpec(
-            shape=table, axes=("vocab", None), sources=(Source(c.prefix + "embed_tokens.weight", table),)
-        ),
-        "final_norm": norm_spec(c.prefix + "norm.weight", c.hidden, offset=c.norm_offset),
+    found: dict[str, Specs] = {
+        "embedding": {
+            "embed": ParamSpec(
+                shape=table, axes=("vocab", None), sources=(Source(c.prefix + "embed_tokens.weight", table),)
+            )
+        },
+        "final norm": {"final_norm": norm_spec(c.prefix + "norm.weight", c.hidden, offset=c.norm_offset)},
     }
-    for kind, specs in PARTS.items():
-        if c.layers_with(kind):
-            found |= specs(c)
+    found |= {kind: specs(c) for kind, specs in PARTS.items() if c.layers_with(kind)}
     if not c.tied_head:
-        found["head"] = ParamSpec(shape=table, axes=("vocab", None), sources=(Source("lm_head.weight", table),))
+        head = ParamSpec(shape=table, axes=("vocab", None), sources=(Source("lm_head.weight", table),))
+        found["head"] = {"head": head}
     return found
 
 
@@ -74,6 +80,32 @@ def _forward(
     c: DecoderConfig, params: Params, tokens: jax.Array, positions: jax.Array, memory: Memory, place: Placement
 ) -> jax.Array:
     rotary = rope.angles(c.rope, positions, c.head_width)
+    x = layers.embed(tokens, params["embed"], place)
+    axes = place.over("layers")
+    if not axes:
+        return _layers(c, params, x, rotary, memory, place, repeats=pattern(c).repeats)
+    # Every device runs its own layers once for each stage, and on padding where it is not its turn.
+    assert memory.only is not None
+    num_stages, stage = jax.lax.axis_size(axes), jax.lax.axis_index(axes)
+    for turn in range(num_stages):
+        mine = memory.only(stage == turn)
+        x = _layers(c, params, x, rotary, mine, place, repeats=pattern(c).repeats // num_stages)
+        if turn < num_stages - 1:
+            x = jax.lax.ppermute(x, axes, [(turn, turn + 1)])
+    return jax.lax.psum(jnp.where(stage == num_stages - 1, x, 0), axes)
+
+
+def _layers(
+    c: DecoderConfig,
+    params: Params,
+    x: jax.Array,
+    rotary: tuple[jax.Array, jax.Array],
+    memory: Memory,
+    place: Placement,
+    *,
+    repeats: int,
+) -> jax.Array:
+    """x [T, D] after all layers that this device has."""
     blocks: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {}
     if c.layers_with(ATTENTION):
         blocks[ATTENTION] = attention.block(c, params, memory.attend, rotary, place)
@@ -95,8 +127,7 @@ def _forward(
                 x = blocks[kind](x, index)
         return turn + 1, x
 
-    state = jnp.zeros((), jnp.int32), layers.embed(tokens, params["embed"], place.tensor_axis)
-    return jax.lax.while_loop(lambda state: state[0] < run.repeats, body, state)[1]
+    return jax.lax.while_loop(lambda state: state[0] < repeats, body, (jnp.zeros((), jnp.int32), x))[1]
 
 
 def _logits(c: DecoderConfig, params: Params, x: jax.Array, place: Placement) -> jax.Array:

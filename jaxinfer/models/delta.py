@@ -100,6 +100,6 @@ def block(
     def run(x: jax.Array, layer: jax.Array) -> jax.Array:
         projected = linear(x, in_weight, layer, norm=norm, target=place.target, counters=place.counters)
         o = recur(projected.reshape(x.shape[0], num_key_heads, -1), weights, layer, eps=c.norm_eps)
-        return layers.add_product(x, o.reshape(x.shape[0], -1), out_weight, None, layer, place)
+        return layers.add_product(x, o.reshape(x.shape[0], -1), out_weight, None, layer, place, "delta_heads")
 
     return run

@@ -82,18 +82,18 @@ def block(
 ) -> Callable[[jax.Array, jax.Array], jax.Array]:
     """A function of x [T, D] and the number of a sparse layer among its like: x plus its experts.
 
-    real [T] bool: tokens that are not padding. On several devices each has a slice of every expert, or all of some.
+    real [T] bool: tokens that are not padding. On several devices each has a slice of every expert, all of some,
+    or slices of some.
     """
     m = c.moe
     assert m is not None
     norm = Norm(params["sparse_norm"], c.norm_eps, c.norm_offset)
     experts = Experts(params["router"], params["expert_gate_up"], params["expert_down"])
-    num_local, axis = experts.gate_up.shape[1], place.tensor_axis
+    num_local, axes = experts.gate_up.shape[1], (*place.over("experts"), *place.over("expert_mlp"))
     how = {"target": place.target, "counters": place.counters}
     choice = {"norm": norm, "top_k": m.top_k, "renormalise": m.renormalise, "valid": real}
     if num_local < m.num_experts:
-        assert axis is not None
-        choice["first_expert"] = jax.lax.axis_index(axis) * num_local
+        choice["first_expert"] = jax.lax.axis_index(place.over("experts")) * num_local
 
     def shared(x: jax.Array, layer: jax.Array) -> jax.Array:
         """What the shared expert passes on, under its gate [T, F]."""
@@ -103,12 +103,12 @@ def block(
 
     def run(x: jax.Array, layer: jax.Array) -> jax.Array:
         h = shared(x, layer) if m.shared_width else None
-        if axis is None:
-            residual = x if h is None else layers.add_product(x, h, params["shared_down"], None, layer, place)
+        if not axes:
+            residual = x if h is None else layers.add_product(x, h, params["shared_down"], None, layer, place, "mlp")
             return moe(x, experts, layer, residual=residual, **choice, **how)
-        y = moe(x, experts, layer, **choice, **how)
+        parts = [(moe(x, experts, layer, **choice, **how), axes)]
         if h is not None:
-            y = y + linear(h, params["shared_down"], layer, **how)
-        return x + jax.lax.psum(y, axis)
+            parts.append((linear(h, params["shared_down"], layer, **how), place.over("mlp")))
+        return layers.add_parts(x, parts)
 
     return run

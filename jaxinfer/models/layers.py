@@ -1,6 +1,8 @@
-"""The pieces that models share, written for one device's shard. `tensor_axis` names the mesh axis; None: one device."""
+"""The pieces that models share, written for one device's shard. Where one is split, they sum."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -16,23 +18,42 @@ def add_product(
     bias: jax.Array | None,
     layer: jax.Array,
     place: Placement,
+    over: str,
 ) -> jax.Array:
-    """residual [T, D] + x [T, F] @ weight[layer].T + bias[layer], summed over the shards of F. weight [L, D, F]."""
+    """residual [T, D] + x [T, F] @ weight[layer].T + bias[layer], summed over the shards of F. weight [L, D, F].
+
+    over: logical axis of F.
+    """
     how = {"target": place.target, "counters": place.counters}
-    if place.tensor_axis is None:
+    axes = place.over(over)
+    if not axes:
         return linear(x, weight, layer, bias=bias, residual=residual, **how)
-    y = jax.lax.psum(linear(x, weight, layer, **how), place.tensor_axis)
+    y = jax.lax.psum(linear(x, weight, layer, **how), axes)
     return residual + (y if bias is None else y + bias[layer])
 
 
-def embed(tokens: jax.Array, table: jax.Array, tensor_axis: str | None) -> jax.Array:
+def add_parts(residual: jax.Array, parts: Sequence[tuple[jax.Array, tuple[str, ...]]]) -> jax.Array:
+    """residual [T, D] + the results of these parts, each [T, D] and split over mesh axes of its own, by one sum.
+
+    Over an axis of another part, devices have the same result, of which one counts.
+    """
+    axes = tuple(dict.fromkeys(axis for _, own in parts for axis in own))
+    total = jnp.zeros_like(residual)
+    for y, own in parts:
+        others = tuple(axis for axis in axes if axis not in own)
+        total += jnp.where(jax.lax.axis_index(others) == 0, y, 0) if others else y
+    return residual + jax.lax.psum(total, axes)
+
+
+def embed(tokens: jax.Array, table: jax.Array, place: Placement) -> jax.Array:
     """Rows [T, D] of a table [V, D] whose vocabulary may be sharded."""
-    if tensor_axis is None:
+    axes = place.over("vocab")
+    if not axes:
         return table[tokens]
-    local = tokens - jax.lax.axis_index(tensor_axis) * table.shape[0]
+    local = tokens - jax.lax.axis_index(axes) * table.shape[0]
     mine = (local >= 0) & (local < table.shape[0])
     rows = table[jnp.clip(local, 0, table.shape[0] - 1)]
-    return jax.lax.psum(jnp.where(mine[:, None], rows, 0), tensor_axis)
+    return jax.lax.psum(jnp.where(mine[:, None], rows, 0), axes)
 
 
 def unembed(x: jax.Array, norm: Norm, table: jax.Array, place: Placement) -> jax.Array:
@@ -41,6 +62,5 @@ def unembed(x: jax.Array, norm: Norm, table: jax.Array, place: Placement) -> jax
     logits = linear(
         x, table[None], first, norm=norm, out_dtype=jnp.float32, target=place.target, counters=place.counters
     )
-    if place.tensor_axis is None:
-        return logits
-    return jax.lax.all_gather(logits, place.tensor_axis, axis=1, tiled=True)
+    axes = place.over("vocab")
+    return jax.lax.all_gather(logits, axes, axis=1, tiled=True) if axes else logits

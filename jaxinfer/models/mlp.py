@@ -60,6 +60,6 @@ def block(c: DecoderConfig, params: Params, place: Placement) -> Callable[[jax.A
     def run(x: jax.Array, layer: jax.Array) -> jax.Array:
         bias, how = params.get("gate_up_bias"), {"target": place.target, "counters": place.counters}
         h = linear(x, gate_up, layer, norm=norm, bias=bias, gated=True, **how)
-        return layers.add_product(x, h, down, params.get("down_bias"), layer, place)
+        return layers.add_product(x, h, down, params.get("down_bias"), layer, place, "mlp")
 
     return run

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 import jax
@@ -21,8 +22,13 @@ class Placement(NamedTuple):
     """Where a model's functions run: what for, and on which shard of it."""
 
     target: Target
-    tensor_axis: str | None = None  # the mesh axis that shards share; None: one device
+    split: Mapping[str, tuple[str, ...]] = MappingProxyType({})
+    """Mesh axes that a logical axis is split over. What a product over such an axis gives is summed over these."""
     counters: jax.Ref | None = None  # int32 zeros for the kernels whose programs share results; zeros between kernels
+
+    def over(self, logical: str) -> tuple[str, ...]:
+        """Mesh axes that a logical axis is split over; none where every device has all of it."""
+        return self.split.get(logical, ())
 
 
 class Attend(Protocol):
@@ -60,6 +66,8 @@ class Memory(NamedTuple):
     attend: Attend
     real: jax.Array  # [T] bool: tokens that are not padding
     recur: Recur | None = None  # None: there is no recurrent state
+    only: Callable[[jax.Array], Memory] | None = None
+    """Given whether this device computes, the same memory, or one of padding alone. None: there is one stage."""
 
 
 class CacheShape(NamedTuple):
@@ -93,6 +101,9 @@ class Model(NamedTuple):
     cache: CacheShape
     recurrent: RecurrentShape | None  # None: nothing but the KV cache
     num_heads: int  # H, of all shards together
+    num_repeats: int  # of the run of layers that the model repeats: what stages share out
+    parts: Mapping[str, tuple[str, ...]]  # names of the parameters of each part
+    top_k: int  # experts that a token goes to; 0: there are none
     vocab_rows: int  # V, rows of the embedding table; ids from the tokenizer's size on are padding
     max_model_len: int  # positions that the model was made for, tokens
     forward: Callable[[Params, jax.Array, jax.Array, Memory, Placement], jax.Array]
@@ -101,3 +112,8 @@ class Model(NamedTuple):
     """(params, hidden states [R, D], place) -> logits [R, V] in float32."""
     ignored: Callable[[str], bool]
     """Whether a checkpoint may hold a tensor of this name that the model has no use for."""
+
+    @property
+    def lengths(self) -> Mapping[str, int]:
+        """What must divide by the devices that a logical axis is split over, where that is not an array's length."""
+        return {"kv_heads": self.num_heads, "layers": self.num_repeats}

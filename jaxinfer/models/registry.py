@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
 from jaxinfer.models import decoder, llama, qwen2, qwen3, qwen3_moe, qwen3_next
 from jaxinfer.models.hf_config import HfConfig
 from jaxinfer.models.model import Model, ModelError
+from jaxinfer.sharding import rules
 
 FAMILIES = {
     "LlamaForCausalLM": llama.decoder,
@@ -24,10 +27,12 @@ FAMILIES = {
 }
 
 
-def from_config(config: Mapping[str, Any], tensors: Collection[str] = ()) -> Model:
+def from_config(config: Mapping[str, Any], tensors: Collection[str] = (), *, kv_shards: int = 1) -> Model:
     """The model of a config.json. ModelError for an architecture or a value that is not implemented.
 
-    tensors: names in the checkpoint: of some families there are several published forms.
+    tensors: names in the checkpoint: of some families there are several published forms. kv_shards: devices that the
+    KV heads are split over; where these are more, or no multiple, devices share KV heads if the queries can be shared
+    out.
     """
     names = config.get("architectures") or []
     if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
@@ -42,4 +47,22 @@ def from_config(config: Mapping[str, Any], tensors: Collection[str] = ()) -> Mod
         hf.problem(f"quantization_config {method!r} is not implemented")
     sizes = FAMILIES[architecture](hf)
     hf.finish(architecture)
+    copies = kv_shards // math.gcd(kv_shards, sizes.num_kv_heads)
+    if sizes.group % copies == 0:
+        sizes = dataclasses.replace(sizes, kv_copies=copies)
     return decoder.build(architecture, sizes)
+
+
+def for_mesh(
+    config: Mapping[str, Any], tensors: Collection[str], mesh: rules.AnyMesh, axis_rules: rules.Rules
+) -> Model:
+    """The model of a config.json as a mesh runs it: with a copy of a KV head for each of the devices that share it.
+
+    Raises as `from_config`; ShardingError for sizes that do not divide, with those that would work, for a mesh axis
+    that splits nothing, and for one that splits an array twice.
+    """
+    model = from_config(config, tensors, kv_shards=rules.num_shards("kv_heads", mesh, axis_rules))
+    rules.check_used(model.specs, mesh, axis_rules, model.architecture)
+    rules.check_divisible(model.specs, mesh, axis_rules, model.lengths)
+    rules.partitions(model.specs, mesh, axis_rules)
+    return model

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 import flax.struct
 import jax
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinfer.models.model import CacheShape, RecurrentShape
+from jaxinfer.params import shard_bytes
 from jaxinfer.runner import inputs
 from jaxinfer.runner.sampling import num_top
 from jaxinfer.sharding import rules
@@ -75,14 +76,14 @@ class StateShape:
     def table_width(self) -> int:
         return -(-self.max_model_len // self.page_size)
 
-    def abstract(self, mesh: Mesh, axis_rules: Mapping[str, str]) -> DeviceState:
+    def abstract(self, mesh: rules.AnyMesh, axis_rules: rules.Rules) -> DeviceState:
         """Shapes, dtypes and shardings, with no memory behind them."""
         c, rows = self.cache, self.num_slots + 1
         pool_axes = ("layers", "pages", None, "kv_heads", None)
         pool = (c.num_layers, self.num_pages + 1, self.page_size, c.num_kv_heads, c.head_width)
 
         def array(shape, dtype, axes=()) -> jax.ShapeDtypeStruct:
-            sharding = NamedSharding(mesh, rules.partition(axes, axis_rules) if axes else PartitionSpec())
+            sharding = NamedSharding(mesh, rules.partition(axes, mesh, axis_rules) if axes else PartitionSpec())
             return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
         recurrent = conv = None
@@ -159,18 +160,21 @@ def state_bytes(recurrent: RecurrentShape) -> int:
 
 def slot_bytes(state: DeviceState) -> int:
     """Bytes of everything but the KV pages, of one device. `state`: arrays or their abstract values."""
-    rest = jax.tree.leaves(state.replace(k_pages=None, v_pages=None))
-    return sum(math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize for array in rest)
+    return shard_bytes(state.replace(k_pages=None, v_pages=None))
 
 
-def pool_pages(shape: StateShape, mesh: Mesh, *, used_bytes: int, temp_bytes: int) -> int:
+def page_bytes(state: DeviceState) -> int:
+    """Bytes that a page takes on each device. `state`: arrays or their abstract values."""
+    return shard_bytes((state.k_pages, state.v_pages)) // state.k_pages.shape[1]
+
+
+def pool_pages(shape: StateShape, mesh: Mesh, page_bytes: int, *, used_bytes: int, temp_bytes: int) -> int:
     """Pages that fit beside the weights and the temporaries of the largest step; all in bytes of one device.
 
     A GPU's memory is taken whole, for what requests leave to those that begin alike; a CPU's is for others, too.
-    used_bytes: weights and slot state. PoolError if not even one page fits.
+    page_bytes: of a page; used_bytes: weights and slot state. PoolError if not even one page fits.
     """
     device = mesh.devices.flat[0]
-    page_bytes = token_bytes(shape.cache, shape.dtype) * shape.page_size // mesh.size
     enough = shape.num_slots * shape.table_width  # every slot at its full length
     if device.platform == "cpu":
         available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else math.inf

@@ -61,6 +61,7 @@ class Programs(NamedTuple):
     set_up_slot: Any  # (state, packed history) -> state
     set_up_prefix: Any  # (state, staged inputs, packed prefix and new inputs) -> state, staged inputs
     set_up_prefix_rows: Any  # the same with the inputs of a decode step
+    set_masks: Mapping[int, Any]  # by masks: (state, packed masks) -> state
     long: Mapping[int, Any]  # by tokens: (params, state, host context, staged inputs) -> state, rows to store
     long_stores: Mapping[int, Any]  # by tokens: (host context, rows to store, staged inputs) -> host context
     gather_frame: Any = None  # (k_pages, v_pages, pages) -> frame; None: there is no host tier
@@ -79,15 +80,24 @@ def compile_programs(
     steps = {bucket: step_program(builder, params, bucket) for bucket in reversed(builder.buckets)}
     sampled = {bucket.rows for bucket in builder.buckets} | ({1} if builder.long else set())
     samplers = {rows: sampler_program(builder, rows) for rows in sorted(sampled)}
+    masks = {rows: mask_program(builder, rows) for rows in builder.mask_rows}
     small = small_programs(builder)
     sizes = builder.long.sizes if builder.long else ()
     long = {tokens: long_program(builder, params, tokens) for tokens in sizes}
     stores = {tokens: long_store_program(builder, tokens) for tokens in sizes}
-    programs = [*steps.values(), *samplers.values(), *small.values(), *long.values(), *stores.values()]
+    programs = [
+        *steps.values(),
+        *samplers.values(),
+        *masks.values(),
+        *small.values(),
+        *long.values(),
+        *stores.values(),
+    ]
     made = _make(builder, programs, executables, progress, check)
     return Programs(
         steps={bucket: made[steps[bucket].name] for bucket in builder.buckets},
         samplers={rows: made[program.name] for rows, program in samplers.items()},
+        set_masks={rows: made[program.name] for rows, program in masks.items()},
         **{name: made[program.name] for name, program in small.items()},
         long={tokens: made[program.name] for tokens, program in long.items()},
         long_stores={tokens: made[program.name] for tokens, program in stores.items()},
@@ -208,6 +218,13 @@ def sampler_program(builder: StepBuilder, rows: int) -> Program:
     return Program(f"sampler, {rows} rows", builder.sampler(rows), (state,), state, donated=(0,), options=options)
 
 
+def mask_program(builder: StepBuilder, rows: int) -> Program:
+    """What writes so many masks."""
+    packed = builder.replicated((rows, inputs.mask_size(builder.shape.vocab_rows)), jnp.int32)
+    state, options = builder.abstract_state, _options(builder, captured=False)
+    return Program(f"set_masks, {rows} rows", builder.set_masks, (state, packed), state, donated=(0,), options=options)
+
+
 def long_program(builder: StepBuilder, params: Any, num_tokens: int) -> Program:
     """The long step of so many tokens. Never captured: how often its loops run is known only to its inputs."""
     assert builder.long is not None
@@ -297,6 +314,11 @@ def lower_long(builder: StepBuilder, params: Any, num_tokens: int) -> jax.stages
 def lower_sampler(builder: StepBuilder, rows: int) -> jax.stages.Lowered:
     """Traces the sampler of steps with this many rows."""
     return lower(sampler_program(builder, rows))
+
+
+def lower_masks(builder: StepBuilder, rows: int) -> jax.stages.Lowered:
+    """Traces what writes so many masks."""
+    return lower(mask_program(builder, rows))
 
 
 def lower_small(builder: StepBuilder) -> dict[str, jax.stages.Lowered]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.runner.buckets import Bucket
-from jaxinfer.scheduler.plan import CachedPrefix, LastToken, LongChunk, PrefillChunk, StepPlan
+from jaxinfer.scheduler.plan import CachedPrefix, LastToken, LongChunk, PrefillChunk, StepPlan, TokenMask
 from jaxinfer.types import MAX_LOGIT_BIAS, MAX_STOP_IDS, Request
 
 FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
@@ -40,7 +40,7 @@ def sampling_fields(request: Request, prompt_len: int) -> np.ndarray:
         "seed_low": request.seed & 0xFFFFFFFF,
         "seed_high": request.seed >> 32 & 0xFFFFFFFF,
         "has_penalties": request.has_penalties,
-        "has_bias": bool(request.logit_bias),
+        "has_bias": bool(request.logit_bias or request.grammar),
         "wants_logprobs": request.logprobs is not None,
         "no_stop_before": prompt_len + request.min_tokens if request.min_tokens else 0,
     }
@@ -165,11 +165,15 @@ def pack_history(chunk: PrefillChunk | LongChunk | LastToken, *, max_model_len: 
     history = chunk.history or ()
     tokens = np.zeros(max_model_len, np.int32)
     tokens[: len(history)] = history
-    bias: Mapping[int, float] = chunk.request.logit_bias
+    head = np.array([chunk.slot, chunk.prompt_len, len(history)], np.int32)
+    return np.concatenate([head, tokens, _pack_bias(chunk.request.logit_bias, vocab_rows)])
+
+
+def _pack_bias(bias: Mapping[int, float], vocab_rows: int) -> np.ndarray:
+    """[2 * MAX_LOGIT_BIAS] int32: ids, then biases by their bits."""
     ids, values = np.full(MAX_LOGIT_BIAS, vocab_rows, np.int32), np.zeros(MAX_LOGIT_BIAS, np.float32)
     ids[: len(bias)], values[: len(bias)] = list(bias), list(bias.values())
-    head = np.array([chunk.slot, chunk.prompt_len, len(history)], np.int32)
-    return np.concatenate([head, tokens, ids, values.view(np.int32)])
+    return np.concatenate([ids, values.view(np.int32)])
 
 
 def unpack_history(packed: jax.Array, max_model_len: int) -> SlotHistory:
@@ -179,6 +183,42 @@ def unpack_history(packed: jax.Array, max_model_len: int) -> SlotHistory:
     index = jnp.arange(max_model_len)
     bias = jax.lax.bitcast_convert_type(bits, jnp.float32)
     return SlotHistory(slot, tokens, index < prompt_len, (index >= prompt_len) & (index < known), ids, bias)
+
+
+class SlotMasks(NamedTuple):
+    """What M slots may sample next. Unused ones are slot N."""
+
+    slot: jax.Array  # [M]
+    allowed: jax.Array  # [M, V] bool
+    bias_ids: jax.Array  # [M, MAX_LOGIT_BIAS]; V where unused
+    bias: jax.Array  # [M, MAX_LOGIT_BIAS] float32
+
+
+def mask_size(vocab_rows: int) -> int:
+    """Length of a slot's mask: slot, bits, bias ids, biases. For 150,000 tokens 27 kB, of which 8 for the bias."""
+    return 1 + -(-vocab_rows // 32) + 2 * MAX_LOGIT_BIAS
+
+
+def pack_masks(masks: Sequence[TokenMask], num_rows: int, *, vocab_rows: int, num_slots: int) -> np.ndarray:
+    """[num_rows, mask_size] int32, padded to that many."""
+    packed = np.zeros((num_rows, mask_size(vocab_rows)), np.int32)
+    packed[:, 0] = num_slots
+    packed[:, -2 * MAX_LOGIT_BIAS : -MAX_LOGIT_BIAS] = vocab_rows
+    for row, mask in zip(packed, masks, strict=False):
+        row[0] = mask.slot
+        words = np.frombuffer(mask.words, "<i4")[: -(-vocab_rows // 32)]
+        row[1 : 1 + len(words)] = words
+        if mask.logit_bias:
+            row[-2 * MAX_LOGIT_BIAS :] = _pack_bias(mask.logit_bias, vocab_rows)
+    return packed
+
+
+def unpack_masks(packed: jax.Array, vocab_rows: int) -> SlotMasks:
+    """Takes the masks apart, on the device."""
+    words, ids, bits = jnp.split(packed[:, 1:], (-(-vocab_rows // 32), -(-vocab_rows // 32) + MAX_LOGIT_BIAS), axis=1)
+    allowed = (words[:, :, None] >> jnp.arange(32)) & 1
+    allowed = allowed.reshape(len(packed), -1)[:, :vocab_rows] > 0
+    return SlotMasks(packed[:, 0], allowed, ids, jax.lax.bitcast_convert_type(bits, jnp.float32))
 
 
 class SlotPrefix(NamedTuple):

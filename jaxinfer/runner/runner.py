@@ -21,7 +21,16 @@ from jaxinfer.runner.disk_pages import DiskPages
 from jaxinfer.runner.host_pages import HostPages
 from jaxinfer.runner.page_file import BLOCK_BYTES
 from jaxinfer.runner.step import StepBuilder
-from jaxinfer.scheduler.plan import CachedPrefix, LastToken, LongChunk, PrefillChunk, StepPlan, StepResult, Transferred
+from jaxinfer.scheduler.plan import (
+    CachedPrefix,
+    LastToken,
+    LongChunk,
+    PrefillChunk,
+    StepPlan,
+    StepResult,
+    TokenMask,
+    Transferred,
+)
 from jaxinfer.types import Request, TokenLogprobs
 
 WARM_UP_RUNS = {"cpu": 1, "gpu": 3}
@@ -51,6 +60,13 @@ class InFlight(NamedTuple):
     plan: StepPlan
     tokens: jax.Array  # [N + 1]
     logprobs: jax.Array | None  # [N + 1, 1 + 2k]; None when no row asked
+
+
+class Unsampled(NamedTuple):
+    """A launched step whose tokens are to be sampled under masks: see `ModelRunner.sample`."""
+
+    plan: StepPlan
+    num_rows: int  # of its bucket
 
 
 class ModelRunner:
@@ -105,10 +121,10 @@ class ModelRunner:
         """Pages read from disk."""
         return self._tier.num_disk_reads if self._tier else 0
 
-    def launch(self, plan: StepPlan) -> InFlight | None:
+    def launch(self, plan: StepPlan) -> InFlight | Unsampled | None:
         """Starts a step and returns without waiting for it; None for a plan without rows, which has no step.
 
-        Steps run in the order of their launches.
+        Steps run in the order of their launches. One that is constrained is to be sampled before the next is launched.
         """
         with self._counter:
             if plan.transfers:
@@ -123,9 +139,21 @@ class ModelRunner:
             num_rows = self._run_plan(plan) if plan.long is None else self._run_long(plan.long, plan.prefixes)
             for slot, place in plan.kept_states:
                 self._copy_state(slot, self._first_copy + place)
+            if plan.constrained:
+                return Unsampled(plan, num_rows)
             if not plan.is_plain:
                 self._state = self._programs.samplers[num_rows](self._state)
             return self._read(plan, wants_logprobs=plan.wants_logprobs)
+
+    def sample(self, launched: Unsampled, masks: Sequence[TokenMask]) -> InFlight:
+        """Samples the step that was launched last, and returns without waiting for it.
+
+        Its rows without a mask sample as ever: those whose requests have no grammar, and those that ended meanwhile.
+        """
+        with self._counter:
+            self._set_masks(masks)
+            self._state = self._programs.samplers[launched.num_rows](self._state)
+            return self._read(launched.plan, wants_logprobs=launched.plan.wants_logprobs)
 
     def collect(self, in_flight: InFlight, timeout_s: float = math.inf) -> StepResult:
         """Waits for a step and reads what it sampled: -1 where the logits were not numbers. Raises StuckStep."""
@@ -185,7 +213,8 @@ class ModelRunner:
 
     def _hole_sizes(self) -> list[int]:
         """See `cache.hole_sizes`."""
-        small_bytes, frame_bytes = max(self._staged.nbytes, self._state.logprobs.nbytes), 0
+        masks_bytes = 4 * self._builder.mask_rows[-1] * inputs.mask_size(self._builder.shape.vocab_rows)
+        small_bytes, frame_bytes = max(self._staged.nbytes, self._state.logprobs.nbytes, masks_bytes), 0
         if self._builder.frame_pages:
             frame = self._builder.abstract_frame
             assert frame.sharding is not None
@@ -281,6 +310,14 @@ class ModelRunner:
         packed = inputs.pack_history(chunk, max_model_len=shape.max_model_len, vocab_rows=shape.vocab_rows)
         self._state = self._programs.set_up_slot(self._state, packed)
 
+    def _set_masks(self, masks: Sequence[TokenMask]) -> None:
+        shape, (*_, most) = self._builder.shape, self._builder.mask_rows
+        for start in range(0, len(masks), most):
+            some = masks[start : start + most]
+            num_rows = 1 if len(some) == 1 else most
+            packed = inputs.pack_masks(some, num_rows, vocab_rows=shape.vocab_rows, num_slots=shape.num_slots)
+            self._state = self._programs.set_masks[num_rows](self._state, packed)
+
     def _warm_up(self, progress: Progress) -> dict[Bucket, float]:
         """Runs everything on padding, as often as it takes until graphs are replayed.
 
@@ -297,6 +334,9 @@ class ModelRunner:
             jax.block_until_ready(self._state)
         if self._programs.copy_state is not None:
             self._copy_state(self._builder.shape.num_slots, self._builder.shape.num_slots)
+            jax.block_until_ready(self._state)
+        for num_rows in self._builder.mask_rows:
+            self._set_masks([TokenMask(self._builder.shape.num_slots, b"", {})] * num_rows)
             jax.block_until_ready(self._state)
         self._warm_up_long()
         total = len(self._programs.samplers) + len(buckets)

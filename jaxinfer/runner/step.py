@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxinfer.models.model import Attend, Memory, Model, Placement, Recur
-from jaxinfer.params import Params
+from jaxinfer.params import Params, abstract_params
 from jaxinfer.runner import inputs, long_context, sampling
 from jaxinfer.runner.buckets import Bucket
 from jaxinfer.runner.cache import DeviceState, StateShape
@@ -28,6 +28,9 @@ from pallas_kernels.paged_attention.decode import decode_attention
 NUM_COUNTERS = 2**14
 """As many results as programs of one kernel can share: rows times KV heads in attention, blocks of a product. A kernel
 that has more does not split them."""
+
+MAX_MASK_ROWS = 16
+"""Masks that are written at once."""
 
 Step = Callable[[Params, DeviceState, jax.Array], DeviceState]
 LongStep = Callable[[Params, DeviceState, HostContext, jax.Array], tuple[DeviceState, HostContext]]
@@ -68,11 +71,12 @@ class StepBuilder:
     model: Model
     shape: StateShape
     vocab_size: int  # token ids from here on are padding, never sampled
-    mesh: Mesh
+    mesh: rules.AnyMesh
     buckets: tuple[Bucket, ...]
-    axis_rules: Mapping[str, str] = dataclasses.field(default_factory=lambda: rules.TENSOR_PARALLEL)
+    axis_rules: rules.Rules = dataclasses.field(default_factory=lambda: rules.TENSOR_PARALLEL)
     frame_pages: int = 0  # G, pages that travel to the host and back at once; 0: there is no host tier
     long: LongContext | None = None  # None: no sequence outgrows the device's pages
+    target_of_plan: Target | None = None  # what a mesh without devices stands for; None: the mesh has devices
 
     def __post_init__(self) -> None:
         """Raises NotImplementedError for long contexts on several devices, or of a model with a recurrent state."""
@@ -94,12 +98,20 @@ class StepBuilder:
     @functools.cached_property
     def target(self) -> Target:
         """What is compiled for."""
+        if self.target_of_plan is not None:
+            return self.target_of_plan
         return Target.of(self.mesh.devices.flat[0])
 
     @property
     def abstract_state(self) -> DeviceState:
         """Shapes, dtypes and shardings of the state."""
         return self.shape.abstract(self.mesh, self.axis_rules)
+
+    @property
+    def abstract_params(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes, dtypes and shardings of the parameters."""
+        specs = self.model.specs
+        return abstract_params(specs, self.shape.dtype, rules.shardings(specs, self.mesh, self.axis_rules))
 
     @property
     def abstract_inputs(self) -> jax.ShapeDtypeStruct:
@@ -114,6 +126,11 @@ class StepBuilder:
         """The one of decode steps, which are the most: 3 kB for 256 rows, of the 100 that others may need."""
         sizes = [inputs.packed_size(bucket, self.shape.page_size) for bucket in self.buckets if bucket.decode]
         return self.replicated((max(sizes),), jnp.int32)
+
+    @property
+    def mask_rows(self) -> tuple[int, ...]:
+        """Masks that are written at once: one, or as many as keep their upload small (0.4 MB for 150,000 tokens)."""
+        return tuple(sorted({1, min(MAX_MASK_ROWS, self.shape.num_slots)}))
 
     def abstract_context(self, num_tokens: int | None = None) -> HostContext:
         """Of what the host holds of a sequence; with `num_tokens`, of what a step of so many computes for it."""
@@ -137,21 +154,21 @@ class StepBuilder:
 
     def step(self, bucket: Bucket) -> Step:
         """(params, state, packed inputs) -> state, which is donated and holds by slot what was sampled."""
-        tensor_axis = rules.TENSOR if self.mesh.size > 1 else None
+        split = rules.split(self.mesh, self.axis_rules)
 
         def run(params: Params, state: DeviceState, packed: jax.Array) -> DeviceState:
             packed = packed[: inputs.packed_size(bucket, self.shape.page_size)]
             step = inputs.unpack(packed, bucket, page_size=self.shape.page_size, num_slots=self.shape.num_slots)
-            return self._run(params, state, step, tensor_axis)
+            return self._run(params, state, step, split)
 
-        if tensor_axis is None:
+        if self.mesh.size == 1:
             return run
         state_specs = jax.tree.map(lambda a: a.sharding.spec, self.abstract_state)
         replicated = PartitionSpec()
         return jax.shard_map(
             run,
             mesh=self.mesh,
-            in_specs=(rules.partitions(self.model.specs, self.axis_rules), state_specs, replicated),
+            in_specs=(rules.partitions(self.model.specs, self.mesh, self.axis_rules), state_specs, replicated),
             out_specs=state_specs,
             check_vma=False,
         )
@@ -228,6 +245,18 @@ class StepBuilder:
             logit_bias=state.logit_bias.at[h.slot].set(bias),
         )
 
+    def set_masks(self, state: DeviceState, packed: jax.Array) -> DeviceState:
+        """Writes what slots may sample next as their bias: minus infinity for all other tokens. The state is donated.
+
+        So a mask is added before all else, in whatever route samples, and log-probabilities are of the raw logits. Each
+        mask replaces the one before; the slot's next request writes a bias of its own, or says that it has none.
+        """
+        masks = inputs.unpack_masks(packed, self.shape.vocab_rows)
+        rows = jnp.arange(len(packed))[:, None]
+        bias = jnp.zeros(masks.allowed.shape, jnp.float32).at[rows, masks.bias_ids].add(masks.bias, mode="drop")
+        bias = jnp.where(masks.allowed, bias, -jnp.inf)
+        return state.replace(logit_bias=state.logit_bias.at[masks.slot].set(bias))
+
     def set_up_prefix(self, state: DeviceState, packed: jax.Array) -> DeviceState:
         """Writes the page table of a sequence that begins in the cache, and copies the page that it does not share.
 
@@ -274,7 +303,9 @@ class StepBuilder:
 
         return state.replace(k_pages=put(state.k_pages, frame[0]), v_pages=put(state.v_pages, frame[1]))
 
-    def _run(self, params: Params, state: DeviceState, step: inputs.StepInputs, tensor_axis: str | None) -> DeviceState:
+    def _run(
+        self, params: Params, state: DeviceState, step: inputs.StepInputs, split: Mapping[str, tuple[str, ...]]
+    ) -> DeviceState:
         state = self._update(state, step)
         rows = self._rows(state, step)
         tokens = state.last_token[step.slot[rows.token_row]]  # NO_TOKEN reads some row of the table: to no end
@@ -282,15 +313,27 @@ class StepBuilder:
             tokens = jnp.where(step.tokens < 0, tokens, step.tokens)
         pools = jax.new_ref(state.k_pages), jax.new_ref(state.v_pages)
         max_query_len = 1 if step.tokens is None else step.tokens.shape[0]
-        place = Placement(self.target, tensor_axis, self._counters())
+        place = Placement(self.target, split, self._counters())
 
         num_heads = self.model.num_heads * state.k_pages.shape[3] // self.shape.cache.num_kv_heads
-        attend = paged_attend(pools, rows, place, num_heads=num_heads, max_query_len=max_query_len)
-        memory, states = Memory(attend, rows.token_page > 0), None
+        states = None
         if state.recurrent is not None:
             states = DeltaPools(jax.new_ref(state.recurrent), jax.new_ref(state.conv))
-            of_slots = SlotRows(step.slot, *rows[1:-1])
-            memory = memory._replace(recur=slot_recur(states, of_slots, place, max_query_len=max_query_len))
+
+        def memory_of(rows: PagedRows, slots: jax.Array) -> Memory:
+            attend = paged_attend(pools, rows, place, num_heads=num_heads, max_query_len=max_query_len)
+            memory = Memory(attend, rows.token_page > 0)
+            if states is None:
+                return memory
+            recur = slot_recur(states, SlotRows(slots, *rows[1:-1]), place, max_query_len=max_query_len)
+            return memory._replace(recur=recur)
+
+        def only(mine: jax.Array) -> Memory:
+            lens, pages = (jnp.where(mine, array, 0) for array in (rows.query_len, rows.token_page))
+            slots = jnp.where(mine, step.slot, self.shape.num_slots)
+            return memory_of(rows._replace(query_len=lens, token_page=pages), slots)
+
+        memory = memory_of(rows, step.slot)._replace(only=only)
         hidden = self.model.forward(params, tokens, rows.token_position, memory, place)
         state = state.replace(k_pages=jax.freeze(pools[0]), v_pages=jax.freeze(pools[1]))
         if states is not None:

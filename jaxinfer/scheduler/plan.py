@@ -176,6 +176,14 @@ class Transferred(NamedTuple):
     failed: frozenset[str] = frozenset()  # keys of pages, or ids of sessions, that could not be written or read
 
 
+class TokenMask(NamedTuple):
+    """The tokens that a row may sample. It is known once the token before is: after the plan, before the sampling."""
+
+    slot: int
+    words: bytes  # little-endian, 32 bits each: bit i % 32 of word i // 32 is token i; none from the last word on
+    logit_bias: Mapping[int, float]  # the request's own
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepPlan:
     """One step of the device. Decode rows come first; every row is another slot.
@@ -190,6 +198,7 @@ class StepPlan:
     transfers: Sequence[Transfer] = ()  # begun before all else, in this order
     long: LongChunk | None = None  # the only row, if there is one
     kept_states: Sequence[KeptState] = ()  # copied after the step
+    constrained: bool = False  # whether rows sample under masks: then the step is launched, and sampled later
 
     @property
     def num_tokens(self) -> int:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 
-from jaxinfer.config import SchedulerLimits
-from jaxinfer.scheduler.admission import Admission
 from jaxinfer.scheduler.pages import PagePool
-from jaxinfer.scheduler.queue import order_key
 from jaxinfer.scheduler.sequence import Sequence
 
 MAX_WAITING = 16
@@ -42,33 +39,3 @@ def _line(seq: Sequence) -> str:
         f"{seq.request_id!r}, slot {seq.slot}, {len(seq.pages)} pages; {seq.prompt_len} tokens of prompt, {num_output} "
         f"of {seq.max_output} of output; {seq.num_computed} positions planned, {seq.num_in_flight} tokens in flight"
     )
-
-
-def check(
-    limits: SchedulerLimits,
-    sequences: Mapping[str, Sequence],
-    running: list[Sequence],
-    prefilling: Sequence | None,
-    admission: Admission,
-    samplers: Iterable[Mapping[int, Sequence]],
-) -> None:
-    """Raises RuntimeError unless slots, queues and counts agree. samplers: of each plan in flight, by slot."""
-    admitted, samplers = [*running, *admission], list(samplers)
-    held = [seq.slot for seq in admitted]
-    if sorted([*admission.free_slots, *(-1 if slot is None else slot for slot in held)]) != [
-        *range(limits.max_num_seqs)
-    ]:
-        raise RuntimeError(f"slots {held} are held and {admission.free_slots} free; each must be there once")
-    if {id(seq) for seq in sequences.values()} != {id(seq) for seq in (*admitted, *admission.waiting)}:
-        raise RuntimeError("the sequences by id are not those that run or wait")
-    for order in (running, list(admission.waiting)):
-        if order != sorted(order, key=order_key):
-            raise RuntimeError(f"sequences {[seq.request_id for seq in order]} are not in order")
-    for seq in sequences.values():
-        seq.check_integrity(sum(other is seq for rows in samplers for other in rows.values()))
-    for seq in running:
-        if seq.num_computed < seq.prefill_end and seq is not prefilling:
-            raise RuntimeError(f"{seq.request_id!r} is in prefill, and is not the one whose turn it is")
-    for seq in admitted:
-        if bool(seq.tickets) != (seq in admission.restoring):
-            raise RuntimeError(f"{seq.request_id!r} waits for transfers {seq.tickets}, and is in another list")

@@ -1,23 +1,6 @@
 """Scheduler: decides what each step computes. Host integers only; it never pads and never waits.
 
-The engine makes plan n+1 before it reads the result of step n. Six things follow, and all of this file keeps to them.
-
-1. A decode row is planned for a token that is still on the device. Length limits are known ahead and never planned
-   past; a stop id is seen only in `apply`, when one more row of that sequence may be in flight. That row is wasted: its
-   result is dropped, because results are matched to the sequences that held the slots when the plan was made.
-2. Slots and pages are given back at once, even while a step in flight uses them. This is safe because the device runs
-   steps in the order of their plans: a page handed out in plan k is first written in step k, after every step that
-   knew its former owner has run, and plan k holds no row of that owner.
-3. A preempted sequence may have a token in flight. It takes the token while it waits, and is admitted only after that.
-   (With MAX_IN_FLIGHT plans the token has always come before the next plan is made; `_admit` looks all the same.)
-4. A page that a chunk fills is in the prefix cache from its plan on, and may be shared in that same plan: in every
-   layer a step with chunks writes the keys and values of all its tokens before any row reads them. Nobody writes to a
-   shared page, since it is full, and a sequence computes only positions behind its hit.
-5. The copies of a plan are made in order, before its step. So a page is copied only if an earlier plan filled it. It
-   needs no lock: whoever gets it in the same plan writes to it after the copy, in the step or as the target of a later
-   copy. No source is the target of an earlier copy, since targets are filled by this plan at the soonest.
-6. A sequence that ends or is preempted leaves the cache those positions whose tokens are known. A row in flight may
-   compute one more: behind the filled part of its last page, which others only copy, or on a page that is not kept.
+That it runs ahead of the device has consequences, which the package lists.
 """
 
 from __future__ import annotations
@@ -27,10 +10,12 @@ from array import array
 from collections import deque
 from typing import NamedTuple
 
-from jaxinfer.config import ConfigError, SchedulerLimits
-from jaxinfer.scheduler import report
-from jaxinfer.scheduler.admission import Admission, mixed_limit
+from jaxinfer.config import SchedulerLimits
+from jaxinfer.scheduler import integrity, report
+from jaxinfer.scheduler.admission import Admission
+from jaxinfer.scheduler.constraints import Constraints, Masks, Prepare
 from jaxinfer.scheduler.kv_cache import KvCache
+from jaxinfer.scheduler.matching import Matcher
 from jaxinfer.scheduler.plan import (
     CachedPrefix,
     DecodeRow,
@@ -43,6 +28,7 @@ from jaxinfer.scheduler.plan import (
 )
 from jaxinfer.scheduler.queue import order_key
 from jaxinfer.scheduler.sequence import Sequence
+from jaxinfer.scheduler.step_limit import mixed_limit
 from jaxinfer.types import InvalidRequest, QueueFull, Request, TokenEvent
 
 MAX_IN_FLIGHT = 2
@@ -60,14 +46,7 @@ class Scheduler:
     """Owns the sequences, the slots and the pages. First come, first served; see `next_plan` for the policy."""
 
     def __init__(self, limits: SchedulerLimits, cache: KvCache | None = None):
-        """Raises ConfigError if a step of decode rows alone could exceed its token limit. cache: None: an empty one."""
-        if limits.max_mixed_tokens < limits.max_num_seqs:
-            raise ConfigError(
-                f"max_mixed_tokens is {limits.max_mixed_tokens}, less than max_num_seqs {limits.max_num_seqs}: "
-                "a step must hold a row of every sequence"
-            )
-        if limits.max_step_tokens < 1:
-            raise ConfigError(f"max_step_tokens is {limits.max_step_tokens}; it must be at least 1")
+        """cache: None: an empty one."""
         self.limits = limits
         self.cache = cache or KvCache(limits)
         self.generation_tokens = 0  # read from the device and told to clients
@@ -77,6 +56,7 @@ class Scheduler:
         self._running: list[Sequence] = []  # in the order of `order_key`: the last is the first to give way
         self._prefilling: Sequence | None = None  # of these, the only one that may be in the middle of its prompt
         self._admission = Admission(limits, self.cache)
+        self._constraints = Constraints(self._admission.waiting)
         self._in_flight: deque[_Flight] = deque()
         self._num_arrived = 0
         self._ended: list[Sequence] = []  # with a last event, and not forgotten yet
@@ -103,7 +83,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._admission.waiting)
+        return len(self._admission.waiting) + len(self._constraints.uncompiled)
 
     @property
     def num_in_flight(self) -> int:
@@ -116,7 +96,7 @@ class Scheduler:
         return bool(self._sequences) or self.cache.has_work
 
     def submit(self, request: Request) -> None:
-        """Queues a request. Raises InvalidRequest for one that can never run, and QueueFull."""
+        """Queues a request; `constrain` one with a grammar. InvalidRequest if it can never run; QueueFull."""
         self.tidy()
         limits = self.limits
         if request.request_id in self._sequences:
@@ -125,11 +105,31 @@ class Scheduler:
             )
         seq = Sequence(request, limits, self._num_arrived)
         seq.check_fits(limits)
-        if len(self._admission.waiting) >= limits.max_waiting:
-            raise QueueFull(f"{len(self._admission.waiting)} requests wait already; the limit is {limits.max_waiting}")
+        if self.num_waiting >= limits.max_waiting:
+            raise QueueFull(f"{self.num_waiting} requests wait already; the limit is {limits.max_waiting}")
         self._num_arrived += 1
         self._sequences[request.request_id] = seq
-        self._admission.waiting.add(seq)
+        if request.grammar:
+            self._constraints.add(seq)
+        else:
+            self._admission.waiting.add(seq)
+
+    def constrain(self, request_id: str, matcher: Matcher) -> None:
+        """Queues a request that waits for its grammar. Does nothing for any other: it may have been aborted."""
+        self._constraints.compiled(request_id, matcher)
+
+    def refuse(self, request_id: str, reason: str) -> list[TokenEvent]:
+        """Ends a request that waits for its grammar with an error, if it is one."""
+        seq = self._constraints.uncompiled.get(request_id)
+        if seq is None:
+            return []
+        event = seq.fail(reason)
+        self._remove(seq)
+        return [event]
+
+    def masks(self, prepare: Prepare = lambda _: None) -> Masks:
+        """Of the newest plan, to be asked for once the result of the one before is applied."""
+        return self._constraints.masks(self._in_flight[-1].samplers.values(), prepare, self._ended)
 
     def abort(self, request_id: str) -> TokenEvent | None:
         """Ends a request now and frees what it holds. None, and nothing happens, if it is unknown or has finished."""
@@ -142,10 +142,9 @@ class Scheduler:
         return event
 
     def clear_prefix_cache(self) -> None:
-        """Forgets every cached page but those on disk.
+        """Forgets every cached page but those on disk. Those that run go on, and leave nothing of it to others.
 
-        Sequences that run go on, and leave nothing of what they have computed so far; those whose pages were to arrive
-        wait again.
+        Those whose pages were to arrive wait again.
         """
         self.tidy()
         for seq in tuple(self._admission):
@@ -161,7 +160,8 @@ class Scheduler:
         """
         self._drop_plans()
         events: list[TokenEvent] = []
-        for seq in (*self._running, *(self._admission.waiting if waiting_too else ())):
+        waiting = (*self._admission.waiting, *self._constraints.uncompiled.values()) if waiting_too else ()
+        for seq in (*self._running, *waiting):
             events.append(seq.fail(reason))
             self._remove(seq)
         return events
@@ -221,7 +221,8 @@ class Scheduler:
         transfers = self.cache.take_transfers(self.num_steps, is_awaited=bool(prefixes))
         if not (decodes or prefills or prefixes or transfers or long):
             return None
-        plan = StepPlan(self.num_steps, decodes, prefills, prefixes, transfers, long, kept)
+        constrained = self._constraints.concern(samplers.values())
+        plan = StepPlan(self.num_steps, decodes, prefills, prefixes, transfers, long, kept, constrained)
         if plan.num_rows:
             self._in_flight.append(_Flight(self.num_steps, samplers))
         self.num_steps += 1
@@ -267,11 +268,8 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Tidies; raises PageError or RuntimeError unless pages, slots, queues and counts agree. O(pages + tokens)."""
         self.tidy()
-        admitted = [*self._running, *self._admission]
-        self.cache.check_integrity((seq.request.cache_salt, seq.known_in_cache(), seq.pages) for seq in admitted)
-        self.cache.states.check_integrity(seq.state for seq in admitted if seq.state is not None)
-        samplers = [flight.samplers for flight in self._in_flight]
-        report.check(self.limits, self._sequences, self._running, self._prefilling, self._admission, samplers)
+        held = integrity.Held(self._running, self._admission, self._constraints.uncompiled.values(), self._prefilling)
+        integrity.check(self.cache, held, self._sequences, [flight.samplers for flight in self._in_flight])
 
     def _plan_decodes(self, samplers: dict[int, Sequence], kept: list[KeptState]) -> list[DecodeRow]:
         """A row for every running sequence that has its prompt behind it and its length limit ahead."""
@@ -350,7 +348,7 @@ class Scheduler:
         if seq is not None and seq.num_computed >= seq.num_device:
             return chunks  # it has steps of its own
         num_waiting = len(self._admission.waiting) + len(self._admission.ready) + (seq is not None)
-        limit = mixed_limit(self.limits, num_decodes, num_waiting) if num_decodes else limits.max_step_tokens
+        limit = mixed_limit(limits, num_decodes, num_waiting) if num_decodes else limits.max_step_tokens
         num_left = limit - num_decodes
         if seq is None:
             seq = self._admit(prefixes)
@@ -392,7 +390,7 @@ class Scheduler:
         return seq
 
     def _release(self, seq: Sequence) -> array[int]:
-        """Frees slot and pages of an admitted sequence; safe while steps that use them are in flight (see the top).
+        """Frees slot and pages of an admitted sequence; safe while steps that use them are in flight (see the package).
 
         Returns the tokens that it leaves to the cache.
         """
@@ -412,8 +410,10 @@ class Scheduler:
     def _remove(self, seq: Sequence) -> None:
         """Forgets a sequence that has ended, be it running or waiting."""
         del self._sequences[seq.request_id]
+        was_uncompiled = self._constraints.remove(seq)
         if seq.slot is None:
-            self._admission.waiting.remove(seq)
+            if not was_uncompiled:
+                self._admission.waiting.remove(seq)
             return
         tokens = self._release(seq)
         if seq.request.session_id and tokens:

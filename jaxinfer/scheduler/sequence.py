@@ -5,7 +5,8 @@ from __future__ import annotations
 from array import array
 
 from jaxinfer.config import SchedulerLimits
-from jaxinfer.scheduler.plan import DecodeRow, KeptState, LastToken, LongChunk, PrefillChunk
+from jaxinfer.scheduler.matching import Matcher
+from jaxinfer.scheduler.plan import DecodeRow, KeptState, LastToken, LongChunk, PrefillChunk, TokenMask
 from jaxinfer.types import FinishReason, InvalidRequest, Request, TokenEvent, TokenLogprobs
 
 
@@ -30,6 +31,7 @@ class Sequence:
         "is_cacheable",
         "is_plain",
         "is_suspect",
+        "matcher",
         "max_computed",
         "max_output",
         "min_len",
@@ -90,6 +92,7 @@ class Sequence:
         # Whether its logits were not numbers once, when it had begun with pages of others: it goes on with none of them
         # and gives none away, so that a second time would be its own fault.
         self.is_suspect = False
+        self.matcher: Matcher | None = None  # has taken in the known tokens of the output; None: it may be anything
         self.was_admitted = False
         self.finished = False
         self.num_overtaken = 0  # admissions of others that came later, while this one waited
@@ -235,7 +238,8 @@ class Sequence:
         Output token number k, counted from 1, ends the output if it is a stop id and k > min_tokens: so min_tokens
         tokens come out before a stop id, which is a further one. The device masks stop ids while fewer than min_tokens
         tokens are out, that is for k <= min_tokens; if one comes all the same, it is an ordinary token.
-        A stop id counts as STOP even where the length limit falls on the same token.
+        A stop id counts as STOP even where the length limit falls on the same token. So does a token behind which the
+        grammar lets nothing follow; that one counts before min_tokens, too, as there is nothing else to sample.
         """
         tokens = self.tokens
         tokens.append(token)
@@ -244,6 +248,8 @@ class Sequence:
         cached = self.num_cached if len(tokens) == self.prompt_len + 1 else 0
         if token in self.stop_ids and len(tokens) > self.min_len:
             reason, stop_id = FinishReason.STOP, token
+        elif self.matcher is not None and self.matcher.accept(token):
+            reason, stop_id = FinishReason.STOP, None
         elif len(tokens) > self.max_computed:
             reason, stop_id = FinishReason.LENGTH, None
         elif cached:
@@ -265,6 +271,20 @@ class Sequence:
         if logprobs is None:
             raise RuntimeError(f"{self.request_id!r} asked for log-probabilities, but the result of its step has none")
         return (TokenLogprobs(logprobs.logprob, logprobs.top[: self.num_logprobs]),)
+
+    def mask(self) -> TokenMask | TokenEvent:
+        """What it may sample next, once every known token is all there is; or its last event, if there is nothing."""
+        assert self.matcher is not None and self.slot is not None
+        barred = self.matcher.end_ids - self.stop_ids
+        if len(self.tokens) < self.min_len:  # where the device bars stop ids
+            barred |= self.stop_ids
+        words = self.matcher.mask(barred)
+        if words is not None:
+            return TokenMask(self.slot, words, self.request.logit_bias)
+        if self.matcher.may_end:
+            self.finished = True
+            return TokenEvent(request_id=self.request_id, finish_reason=FinishReason.STOP)
+        return self.fail(f"no token may follow in its grammar: {self.matcher.error or 'all are barred'}")
 
     def fail(self, reason: str) -> TokenEvent:
         """Ends it for a fault that is not its own."""

@@ -2,34 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 
 import jax
-import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxinfer.params import Specs
+from jaxinfer.sharding import mesh as meshes
+from jaxinfer.sharding.mesh import EXPERT, NOT_IMPLEMENTED, PIPELINE, TENSOR, ShardingError
 
-TENSOR = "tensor"
-"""Mesh axis over which heads, MLP and vocabulary are split."""
+Rules = Mapping[str, str | tuple[str, ...]]
+"""The mesh axis, or axes, that each logical axis is split over. Those that a mesh has not split nothing."""
+AnyMesh = Mesh | AbstractMesh
+"""A mesh of devices, or of none, for plans."""
 
-_SPLIT: Mapping[str, str] = {"kv_heads": TENSOR, "delta_heads": TENSOR, "mlp": TENSOR, "vocab": TENSOR}
-TENSOR_PARALLEL: Mapping[str, str] = {**_SPLIT, "expert_mlp": TENSOR}
-"""Megatron's split (Shoeybi et al. 2019): whole heads and slices of the MLP, of experts, too; two sums per layer."""
-EXPERT_PARALLEL: Mapping[str, str] = {**_SPLIT, "experts": TENSOR}
+LOGICAL_AXES: Mapping[str, str] = {
+    "layers": "stages of layers, their weights and their part of the cache",
+    "kv_heads": "attention, by KV heads and their queries",
+    "delta_heads": "the gated delta rule, by key heads",
+    "mlp": "dense MLPs and shared experts, by width",
+    "experts": "experts, whole ones",
+    "expert_mlp": "experts, by width",
+    "vocab": "embedding and head, by token ids",
+}
+"""What may be split, and what that is."""
+
+TENSOR_PARALLEL: Rules = {
+    **dict.fromkeys(("kv_heads", "delta_heads", "mlp", "vocab", "expert_mlp"), TENSOR),
+    "experts": EXPERT,
+    "layers": PIPELINE,
+}
+"""Megatron's split (Shoeybi et al. 2019) over `tensor`: whole heads and slices of the MLP, of experts, too; two sums
+per layer. Over `expert` whole experts, and over `pipeline` stages of layers (Huang et al. 2019)."""
+EXPERT_PARALLEL: Rules = {**TENSOR_PARALLEL, "experts": (EXPERT, TENSOR), "expert_mlp": ()}
 """The same but for the experts, of which every device has some, whole."""
+PRESETS: Mapping[str, Rules] = {"tensor": TENSOR_PARALLEL, "whole-experts": EXPERT_PARALLEL}
+"""By the names that users give."""
+MOST_SIZES = 64
+"""Sizes of a mesh axis that an error lists go up to this."""
 
 
-class ShardingError(ValueError):
-    """A size that cannot be split so; the message names the sizes that would work."""
+def find(rules: str | Rules) -> Rules:
+    """The rules of a preset's name, or the rules themselves. ShardingError for names that are not known."""
+    if isinstance(rules, str):
+        if rules not in PRESETS:
+            raise ShardingError(f"rules are {rules!r}; known: {', '.join(PRESETS)}")
+        return PRESETS[rules]
+    if unknown := sorted(set(rules) - set(LOGICAL_AXES)):
+        raise ShardingError(f"rules name the logical axes {', '.join(unknown)}; known: {', '.join(LOGICAL_AXES)}")
+    return {axis: tuple(_names(over)) for axis, over in rules.items()}
 
 
 def make_mesh(tensor_parallel_size: int) -> Mesh:
-    """A mesh of the first devices. ShardingError if there are not enough."""
-    devices = jax.devices()
-    if tensor_parallel_size > len(devices):
-        raise ShardingError(f"tensor_parallel_size is {tensor_parallel_size}, but there are {len(devices)} devices")
-    return Mesh(np.asarray(devices[:tensor_parallel_size]), (TENSOR,))
+    """A mesh of the first devices with one axis. ShardingError if there are not enough."""
+    if tensor_parallel_size > jax.device_count():
+        raise ShardingError(
+            f"tensor_parallel_size is {tensor_parallel_size}, but there are {jax.device_count()} devices"
+        )
+    return meshes.make_mesh({TENSOR: tensor_parallel_size})
 
 
 def platform(mesh: Mesh) -> str:
@@ -37,39 +68,86 @@ def platform(mesh: Mesh) -> str:
     return "cpu" if mesh.devices.flat[0].platform == "cpu" else "gpu"
 
 
-def partition(axes: tuple[str | None, ...], rules: Mapping[str, str]) -> PartitionSpec:
-    """Mesh axis of each dimension, from its logical axis. ShardingError if two dimensions would share one."""
-    mesh_axes = [rules.get(axis) if axis else None for axis in axes]
-    used = [axis for axis in mesh_axes if axis]
+def _names(over: str | Iterable[str]) -> tuple[str, ...]:
+    return (over,) if isinstance(over, str) else tuple(over)
+
+
+def split(mesh: AnyMesh, rules: Rules) -> dict[str, tuple[str, ...]]:
+    """The mesh axes of more than one device that each logical axis is split over, for those that are."""
+    found = {axis: tuple(a for a in _names(over) if mesh.shape.get(a, 1) > 1) for axis, over in rules.items()}
+    return {axis: over for axis, over in found.items() if over}
+
+
+def num_shards(logical: str, mesh: AnyMesh, rules: Rules) -> int:
+    """Parts that a logical axis is split into."""
+    return math.prod(mesh.shape[axis] for axis in split(mesh, rules).get(logical, ()))
+
+
+def partition(axes: tuple[str | None, ...], mesh: AnyMesh, rules: Rules) -> PartitionSpec:
+    """Mesh axes of each dimension, from its logical axis. ShardingError if two dimensions would share one."""
+    over = split(mesh, rules)
+    dimensions = [over.get(axis, ()) if axis else () for axis in axes]
+    used = [axis for names in dimensions for axis in names]
     if len(used) != len(set(used)):
-        raise ShardingError(f"logical axes {axes} map one mesh axis twice: {mesh_axes}")
-    return PartitionSpec(*mesh_axes)
+        twice = next(axis for axis in used if used.count(axis) > 1)
+        sharing = [axis for axis in axes if axis and twice in over.get(axis, ())]
+        raise ShardingError(
+            f"logical axes {' and '.join(sharing)} of one array are both split over mesh axis {twice}; one of them "
+            "must go to another axis, or to none"
+        )
+    return PartitionSpec(*(names[0] if len(names) == 1 else names or None for names in dimensions))
 
 
-def partitions(specs: Specs, rules: Mapping[str, str] = TENSOR_PARALLEL) -> dict[str, PartitionSpec]:
+def partitions(specs: Specs, mesh: AnyMesh, rules: Rules = TENSOR_PARALLEL) -> dict[str, PartitionSpec]:
     """The partition of every parameter."""
-    return {name: partition(spec.array_axes, rules) for name, spec in specs.items()}
+    return {name: partition(spec.array_axes, mesh, rules) for name, spec in specs.items()}
 
 
-def shardings(specs: Specs, mesh: Mesh, rules: Mapping[str, str] = TENSOR_PARALLEL) -> dict[str, NamedSharding]:
+def shardings(specs: Specs, mesh: AnyMesh, rules: Rules = TENSOR_PARALLEL) -> dict[str, NamedSharding]:
     """The sharding of every parameter. ShardingError if a size does not divide, with the sizes that would work."""
     check_divisible(specs, mesh, rules)
-    return {name: NamedSharding(mesh, spec) for name, spec in partitions(specs, rules).items()}
+    return {name: NamedSharding(mesh, spec) for name, spec in partitions(specs, mesh, rules).items()}
 
 
-def check_divisible(specs: Specs, mesh: Mesh, rules: Mapping[str, str]) -> None:
-    """ShardingError unless every sharded dimension divides by the size of its mesh axis."""
+def check_divisible(specs: Specs, mesh: AnyMesh, rules: Rules, lengths: Mapping[str, int] | None = None) -> None:
+    """ShardingError unless every dimension divides by the devices that it is split over.
+
+    lengths: of logical axes that need not divide as the arrays do: heads, where devices may share a KV head.
+    """
+    over = split(mesh, rules)
     for mesh_axis, size in mesh.shape.items():
-        split = {
-            (axis, length)
+        # By name: the length, and how many other devices split it, too.
+        found = {
+            (axis, (lengths or {}).get(axis, length), num_shards(axis, mesh, rules) // size)
             for spec in specs.values()
-            for axis, length in zip(spec.axes, spec.shape, strict=True)
-            if axis and rules.get(axis) == mesh_axis
+            for axis, length in zip(spec.array_axes, spec.array_shape, strict=True)
+            if axis and mesh_axis in over.get(axis, ())
         }
-        if any(length % size for _, length in split):
-            works = [n for n in range(1, 65) if not any(length % n for _, length in split)]
-            sizes = ", ".join(f"{axis} {length}" for axis, length in sorted(split))
+        if any(length % (size * others) for _, length, others in found):
+            works = [
+                n for n in range(1, MOST_SIZES + 1) if not any(length % (n * others) for _, length, others in found)
+            ]
+            sizes = ", ".join(f"{axis} {length}" for axis, length, _ in sorted(found))
             raise ShardingError(
-                f"a {mesh_axis} axis of {size} devices does not divide {sizes}; sizes that would: "
-                + ", ".join(map(str, works))
+                f"{'an' if mesh_axis[0] in 'aeiou' else 'a'} {mesh_axis} axis of {size} devices does not divide {sizes}"
+                f"; sizes that would: {', '.join(map(str, works)) or 'none with the other axes as they are'}"
+            )
+
+
+def check_used(specs: Specs, mesh: AnyMesh, rules: Rules, architecture: str) -> None:
+    """ShardingError for a mesh axis that splits nothing of the model: its devices would all do the same work."""
+    over = split(mesh, rules)
+    used = {name for spec in specs.values() for axis in spec.array_axes if axis for name in over.get(axis, ())}
+    for mesh_axis, size in mesh.shape.items():
+        if size > 1 and mesh_axis not in used:
+            logical = {axis for spec in specs.values() for axis in spec.array_axes if axis}
+            would = sorted({name for axis in logical for name in _names(rules.get(axis, ()))})
+            why = (
+                f"; {mesh_axis} is not implemented: {NOT_IMPLEMENTED[mesh_axis]}"
+                if mesh_axis in NOT_IMPLEMENTED
+                else ""
+            )
+            raise ShardingError(
+                f"mesh axis {mesh_axis} of {size} devices splits nothing of {architecture}: they would all do the same "
+                f"work; axes that split it under these rules: {', '.join(would) or 'none'}{why}"
             )

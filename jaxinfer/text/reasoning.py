@@ -35,6 +35,14 @@ def choose(name: str, template_source: str) -> ReasoningFormat | None:
     return None if name == "none" else FORMATS[name]
 
 
+def begins_inside(reasoning_format: ReasoningFormat, prompt: str) -> bool | None:
+    """Whether an output begins within a thought. None: thinking is switched off, for this prompt."""
+    end = prompt.rstrip()
+    if end.endswith(CLOSE):
+        return None
+    return end.endswith(OPEN) or reasoning_format.begins_inside
+
+
 class Split(NamedTuple):
     """What is new of both."""
 
@@ -61,8 +69,7 @@ class ReasoningSplitter:
     """
 
     def __init__(self, reasoning_format: ReasoningFormat, prompt: str):
-        end = prompt.rstrip()
-        self._inside = end.endswith(OPEN) or (reasoning_format.begins_inside and not end.endswith(CLOSE))
+        self._inside = bool(begins_inside(reasoning_format, prompt))
         self._place = _Place.START
         self._held = ""
 

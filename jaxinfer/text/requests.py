@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy
 
+from jaxinfer.text import grammar
 from jaxinfer.text.tokenizer import Tokenizer
 from jaxinfer.types import MAX_STOP_IDS, EngineInfo, InvalidRequest, Request, SamplingParams
 
@@ -74,6 +75,7 @@ def lower(
         cache_salt=sampling.cache_salt or "",
         priority=sampling.priority,
         session_id=sampling.session_id or "",
+        grammar=_grammar(sampling, tokenizer),
     )
     return [
         dataclasses.replace(first, request_id=f"{request_id}-{j}", seed=sample_seed(seed, j)) for j in range(sampling.n)
@@ -102,6 +104,18 @@ def special_stops(stops: Sequence[str], tokenizer: Tokenizer | None) -> dict[int
     if tokenizer is None:
         return {}
     return {id: stop for stop in stops if (id := tokenizer.special_id(stop)) is not None}
+
+
+def _grammar(sampling: SamplingParams, tokenizer: Tokenizer | None) -> str:
+    """What the engine is to match, checked. Empty: anything goes."""
+    form = sampling.structured_outputs
+    if form is None:
+        return ""
+    if tokenizer is None:
+        raise InvalidRequest(f"{form.param} needs a tokenizer, and the model has none", param=form.param)
+    written = grammar.write(form)
+    grammar.check(written, tokenizer, form.param)
+    return written
 
 
 def sample_seed(seed: int, sample: int) -> int:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import tokenizers
 
+from jaxinfer.text.grammar import Checker
 from jaxinfer.text.pieces import PieceDecoder
 from jaxinfer.types import InvalidRequest
 
@@ -57,6 +59,11 @@ class Tokenizer:
     def decoder(self) -> PieceDecoder:
         """How the bytes of an output follow from its tokens."""
         return self._pieces
+
+    @functools.cached_property
+    def grammar_checker(self) -> Checker:
+        """Tells what is wrong with a grammar; made when that is first asked."""
+        return Checker(self)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of `text`. Special tokens written in the text become their ids.

@@ -1,4 +1,4 @@
-"""The gated delta rule in Triton kernels: one for rows with one token, three for rows with several. From Ampere on."""
+"""The gated delta rule in Triton kernels: one or two for rows with one token, three for longer rows. From Ampere on."""
 
 from __future__ import annotations
 

@@ -24,6 +24,7 @@ class Ask:
     presence_penalty: float = 0.0
     top_k: int = 0
     bias: bool = False
+    allowed: int = 0  # tokens that a grammar allows: the bias bars all others; 0: no grammar
     logprobs: bool = False
     bars_stops: bool = False
     active: bool = True
@@ -69,8 +70,20 @@ MIXED = (
     Ask(temperature=0.0, logprobs=True),
 )
 
+GRAMMARS = (
+    Ask(bias=True, allowed=1, top_p=0.9),
+    Ask(bias=True, allowed=2, temperature=0.0, logprobs=True),
+    Ask(bias=True, allowed=40, top_k=50, top_p=0.8),
+    Ask(bias=True, allowed=3, **PENALTIES, min_p=0.1, logprobs=True),
+    Ask(bias=True, allowed=500),
+    Ask(bias=True, allowed=9, top_p=0.5, temperature=0.6),
+    Ask(temperature=0.7),
+)
+
 CASES = (
     Case(name="one greedy row", asks=(GREEDY,)),
+    *(Case(name=f"grammars, {shape}", asks=GRAMMARS, shape=shape, padded=9) for shape in ("peaked", "ties")),
+    Case(name="grammars, Qwen3", asks=GRAMMARS[:4], vocab=QWEN3, padded=267),
     Case(name="one row, temperature", asks=(Ask(temperature=0.8),), padded=17),
     *(Case(name=f"filters, {shape}", asks=FILTERS, shape=shape) for shape in ("normal", "peaked", "ties", "equal")),
     *(Case(name=f"every feature, {shape}", asks=MIXED, shape=shape, padded=9) for shape in ("peaked", "ties")),
@@ -118,9 +131,15 @@ def make(case: Case, *, seed: int = 0) -> Arrays:
     shape = (num + 2, vocab)
     counts = rng.integers(1, 4, shape, np.int32) * (rng.random(shape, np.float32) < 0.1)
     bias = rng.standard_normal(shape, np.float32) * (rng.random(shape, np.float32) < 0.05)
+    in_prompt, slots = rng.random(shape, np.float32) < 0.1, rng.permutation(num + 2)[:num].astype(np.int32)
+    for slot, ask in zip(slots, case.asks, strict=True):
+        if ask.allowed:
+            barred = np.ones(vocab, bool)
+            barred[rng.choice(vocab - case.padded, ask.allowed, replace=False)] = False
+            bias[slot, barred] = -np.inf
     return Arrays(
         logits,
         (*floats, *ints, before, stops),
-        (counts.astype(np.int32), rng.random(shape, np.float32) < 0.1, bias.astype(np.float32)),
-        (rng.permutation(num + 2)[:num].astype(np.int32), position, np.array([ask.active for ask in case.asks])),
+        (counts.astype(np.int32), in_prompt, bias.astype(np.float32)),
+        (slots, position, np.array([ask.active for ask in case.asks])),
     )

@@ -6,9 +6,11 @@ import concurrent.futures
 import itertools
 import json
 import math
+import re
 from pathlib import Path
 
 import httpx
+import jsonschema
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -323,3 +325,43 @@ def test_metrics_count_tokens_and_requests_under_both_names(server):
             )
         }
         assert list(grown.values()) == [5, 4, 1, 1, 3, 1]
+
+
+COLOURS = {
+    "type": "object",
+    "properties": {"colour": {"enum": ["red", "green"]}, "count": {"type": "integer", "maximum": 99}},
+    "required": ["colour", "count"],
+    "additionalProperties": False,
+}
+SCHEMA_FORMAT = {"type": "json_schema", "json_schema": {"name": "colours", "schema": COLOURS, "strict": True}}
+
+
+def test_a_schema_is_met_streamed_or_not_beside_prompts_that_give_what_they_give_alone(server, alone):
+    def colours(stream):
+        options = {"response_format": SCHEMA_FORMAT, "max_tokens": 60, "seed": 3, "temperature": 0.9}
+        if stream:
+            return joined(server.chat(stream=True, **options))
+        (choice,) = server.chat(**options).choices
+        return choice.message.content, choice.finish_reason
+
+    asked = [True, False, *PROMPTS]
+    whole, streamed, *texts = at_once(lambda a: colours(a) if isinstance(a, bool) else server.text(a), asked)
+    assert whole == streamed and whole[1] == "stop"
+    jsonschema.validate(json.loads(whole[0]), COLOURS)
+    assert dict(zip(PROMPTS, texts, strict=True)) == alone
+
+
+def test_fields_of_other_servers_constrain_completions_too(server):
+    choice = server.complete(extra_body={"guided_choice": ["Rome", "Oslo"]}).choices[0]
+    assert (choice.text in ("Rome", "Oslo"), choice.finish_reason) == (True, "stop")
+    regex = {"structured_outputs": {"regex": " [A-Z]{3}"}}
+    choices = server.complete(n=3, temperature=1.0, seed=1, logprobs=2, extra_body=regex).choices
+    assert all(re.fullmatch(" [A-Z]{3}", choice.text) for choice in choices)
+    assert len({choice.text for choice in choices}) > 1
+
+
+def test_a_keyword_that_cannot_be_enforced_is_refused_with_its_name(server):
+    schema = {"name": "s", "schema": {"type": "array", "contains": {"type": "integer"}}}
+    with pytest.raises(openai.BadRequestError, match="contains") as refused:
+        server.chat(response_format={"type": "json_schema", "json_schema": schema}, stream=True)
+    assert refused.value.param == "response_format.json_schema.schema"

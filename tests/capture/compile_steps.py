@@ -27,7 +27,7 @@ from jax.experimental import topologies
 from jaxinfer.models import registry
 from jaxinfer.runner.buckets import Bucket
 from jaxinfer.runner.cache import StateShape
-from jaxinfer.runner.compiled import compile_lowered, lower_long, lower_sampler, lower_small, lower_step
+from jaxinfer.runner.compiled import compile_lowered, lower_long, lower_masks, lower_sampler, lower_small, lower_step
 from jaxinfer.runner.long_context import LongContext
 from jaxinfer.runner.step import StepBuilder
 from jaxinfer.sharding import rules
@@ -238,6 +238,8 @@ def main() -> None:
             for size in longer.long.sizes:
                 how = functools.partial(lower_long, longer, params, size)
                 found[f"long {size} tokens"] = facts(longer, how, dump, captured=False)
+        masks = functools.partial(lower_masks, builder, builder.mask_rows[-1])
+        found["set_masks"] = facts(builder, masks, dump, captured=False)
         found["set_up_prefix"] = facts(builder, lambda: lower_small(builder)["set_up_prefix"], dump, captured=False)
     print(json.dumps({"state_leaves": len(jax.tree.leaves(builder.abstract_state)), "programs": found}))
 

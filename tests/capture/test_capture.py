@@ -44,6 +44,14 @@ def test_a_prefix_is_put_in_place_by_a_few_kernels_with_room_for_a_page(compiled
     assert set(found["kinds"]) <= {"kCustomKernel", "kCopy"} and len(found["top_level"]) <= 8
 
 
+def test_masks_are_put_in_place_by_a_few_kernels_with_room_for_their_biases(compiled):
+    """16 rows of 151,936 float32 are 9.7 MB."""
+    found = compiled["programs"]["set_masks"]
+    assert found["aliases"] == compiled["state_leaves"]
+    assert found["temp_bytes"] < 10e6
+    assert set(found["kinds"]) <= {"kCustomKernel", "kCopy"} and len(found["top_level"]) <= 5
+
+
 @pytest.mark.parametrize("step", MAX_LONG_TEMP_MB)
 def test_a_long_step_keeps_every_buffer_and_copies_no_context(compiled, step):
     found = compiled["programs"][step]

@@ -108,7 +108,7 @@ def test_four_devices_give_the_tokens_of_one(name, whole_experts, tmp_path):
 def test_a_size_that_does_not_divide_is_refused_with_the_sizes_that_would():
     if jax.device_count() < 3:
         pytest.skip(f"{jax.device_count()} devices; 3 are needed")
-    message = r"a tensor axis of 3 devices does not divide kv_heads 2, mlp 96, vocab 128; sizes that would: 1, 2$"
+    message = r"a tensor axis of 3 devices does not divide kv_heads 4, mlp 96, vocab 128; sizes that would: 1, 2, 4$"
     with pytest.raises(ShardingError, match=message):
         build(GOLDEN / "llama", tensor_parallel_size=3, **OPTIONS)
 

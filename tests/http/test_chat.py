@@ -160,7 +160,6 @@ def test_max_completion_tokens_wins_over_max_tokens(server):
         ({"messages": "Hello"}, "messages"),
         ({"messages": None}, "messages"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"echo": True}, "echo"),
         ({"functions": []}, "functions"),
     ],

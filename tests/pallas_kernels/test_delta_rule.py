@@ -251,10 +251,10 @@ def test_what_does_not_fit_is_refused_with_its_sizes(change, message):
 
 
 COMPILED = {
-    "decode, 1 row": (["_one_token"], 1),
-    "decode, 64 rows": (["_one_token"], 4),
-    "decode, 64 rows, group of 3": (["_one_token"], 4),
-    "8192 tokens, 8 rows": (CHUNKED := ["_one_token", "_prepare_chunks", "states_of_chunks", "outputs_of_tokens"], 500),
+    "decode, 1 row": (ROWS := ["_one_token", "_norm_heads"], 1),
+    "decode, 64 rows": (ROWS, 4),
+    "decode, 64 rows, group of 3": (ROWS, 4),
+    "8192 tokens, 8 rows": (CHUNKED := [*ROWS, "_prepare_chunks", "states_of_chunks", "outputs_of_tokens"], 500),
     "2048 tokens, 256 rows": (CHUNKED, 500),
     "2048 tokens, 8 rows, group of 1": (CHUNKED, 150),
     "2048 tokens, 8 rows, group of 3": (CHUNKED, 250),
@@ -278,7 +278,7 @@ def test_on_an_h200_the_layers_are_one_graph_of_few_kernels_and_no_pool_is_copie
     found, (kernels, temp_mb) = compiled[call], COMPILED[call]
     assert found["top_level"] == ["kCommandBuffer"]
     assert found["aliases"] == 2
-    assert found["calls"] == kernels
+    assert sorted(found["calls"]) == sorted(kernels)
     assert found["temp_bytes"] / 1e6 < temp_mb
 
 
@@ -290,5 +290,5 @@ def test_on_an_h200_no_kernel_lives_in_local_memory_and_chunks_are_multiplied_by
     found = compiled[call]
     assert {name: size for name, size in found["spilled_bytes"].items() if size > 32} == {}
     assert found["spilled_bytes"]["_one_token"] == 0
-    for name in COMPILED[call][0][1:]:
+    for name in set(COMPILED[call][0]).difference(ROWS):
         assert found["tensor_core_instructions"][name] > 0

@@ -25,11 +25,16 @@ def make_shape(**changes) -> cache.StateShape:
     return cache.StateShape(**{**sizes, **changes})
 
 
+def page_bytes_of(shape: cache.StateShape) -> int:
+    return cache.token_bytes(shape.cache, shape.dtype) * shape.page_size
+
+
 @pytest.mark.parametrize("changes", [{}, {"vocab_rows": 7}, {"num_slots": 1}, {"max_model_len": 48}])
 def test_pages_and_slots_together_are_all_the_bytes_of_the_state(changes):
     shape = make_shape(**changes)
     abstract = shape.abstract(rules.make_mesh(1), rules.TENSOR_PARALLEL)
-    page_bytes = cache.token_bytes(shape.cache, shape.dtype) * shape.page_size
+    page_bytes = cache.page_bytes(abstract)
+    assert page_bytes == page_bytes_of(shape)
     state_bytes = sum(array.nbytes for array in jax.tree.leaves(cache.zeros(abstract)))
     assert page_bytes * (shape.num_pages + 1) + cache.slot_bytes(abstract) == state_bytes
 
@@ -51,19 +56,19 @@ def test_a_new_state_is_all_zeros_in_its_shardings():
 
 def test_the_pool_is_no_larger_than_all_slots_at_their_full_length_need():
     shape = make_shape()
-    pages = cache.pool_pages(shape, rules.make_mesh(1), used_bytes=0, temp_bytes=0)
+    pages = cache.pool_pages(shape, rules.make_mesh(1), page_bytes_of(shape), used_bytes=0, temp_bytes=0)
     assert pages == shape.num_slots * shape.table_width
 
 
 def test_a_gpus_memory_is_taken_whole_whatever_the_slots_need():
     shape = make_shape()
-    page_bytes = cache.token_bytes(shape.cache, shape.dtype) * shape.page_size
+    page_bytes = page_bytes_of(shape)
 
     def pages(fitting: int) -> int:
         stats = {"bytes_limit": cache.GPU_RESERVE_BYTES + 5 * page_bytes + (fitting + 1) * page_bytes}
         device = SimpleNamespace(platform="gpu", memory_stats=lambda: stats)
         mesh = SimpleNamespace(size=1, devices=np.array([device]))
-        return cache.pool_pages(shape, mesh, used_bytes=2 * page_bytes, temp_bytes=3 * page_bytes)
+        return cache.pool_pages(shape, mesh, page_bytes, used_bytes=2 * page_bytes, temp_bytes=3 * page_bytes)
 
     assert shape.num_slots * shape.table_width < 1000
     assert pages(1000) == 1000
@@ -74,7 +79,7 @@ def test_memory_that_holds_no_page_is_refused_with_the_sizes():
     shape = make_shape(cache=CacheShape(num_layers=1000, num_kv_heads=100, head_width=100), page_size=256)
     message = r"no room for a KV cache: \d+ MiB are left beside 3 MiB of weights .* a page takes 9765.62 MiB"
     with pytest.raises(cache.PoolError, match=message):
-        cache.pool_pages(shape, rules.make_mesh(1), used_bytes=3 * 2**20, temp_bytes=0)
+        cache.pool_pages(shape, rules.make_mesh(1), page_bytes_of(shape), used_bytes=3 * 2**20, temp_bytes=0)
 
 
 def test_temporaries_have_a_hole_that_no_frame_fits_in_and_frames_have_some_of_just_their_size():

@@ -16,7 +16,7 @@ from jaxinfer.models.model import Model
 from jaxinfer.runner import cache, inputs, sampling
 from jaxinfer.runner.buckets import Bucket
 from jaxinfer.runner.cache import StateShape
-from jaxinfer.runner.compiled import compile_lowered, lower_sampler, lower_small, lower_step
+from jaxinfer.runner.compiled import compile_lowered, lower_masks, lower_sampler, lower_small, lower_step
 from jaxinfer.runner.step import StepBuilder
 from jaxinfer.sharding import rules
 from jaxinfer.types import Request
@@ -89,9 +89,10 @@ def test_no_weight_is_turned_around_in_a_step(builder):
     assert found and size not in [math.prod(map(int, shape.split(","))) for shape in found]
 
 
-@pytest.mark.parametrize("program", ["set_up_slot", "set_up_prefix", "set_up_prefix_rows", "sampler"])
+@pytest.mark.parametrize("program", ["set_up_slot", "set_up_prefix", "set_up_prefix_rows", "set_masks", "sampler"])
 def test_what_runs_between_steps_leaves_every_array_of_state_in_its_place(builder, program):
-    lowered = lower_sampler(builder, 2) if program == "sampler" else lower_small(builder)[program]
+    by_rows = {"set_masks": lower_masks, "sampler": lower_sampler}
+    lowered = by_rows[program](builder, 2) if program in by_rows else lower_small(builder)[program]
     num_arrays = num_state_arrays(builder) + program.startswith("set_up_prefix")  # with the staged inputs
     assert aliased_outputs(compile_lowered(builder, lowered)) == num_arrays
 

@@ -2,6 +2,8 @@ import dataclasses
 
 import pytest
 
+from jaxinfer.structured import StructuredOutputs
+from jaxinfer.text.grammar import write
 from jaxinfer.text.requests import lower, sample_seed, special_stops
 from jaxinfer.types import MAX_STOP_IDS, MAX_STOP_STRINGS, EngineInfo, InvalidRequest, SamplingParams
 
@@ -181,3 +183,12 @@ def test_more_stop_strings_than_are_followed_are_refused():
     with pytest.raises(InvalidRequest, match="stop has 129 strings; at most 128") as caught:
         SamplingParams(stop=stops)
     assert caught.value.param == "stop"
+
+
+def test_a_form_becomes_the_grammar_of_every_sample_and_needs_a_tokenizer(byte_level):
+    form = StructuredOutputs(choice=["a", "b"])
+    requests = lower((5, 6), SamplingParams(n=2, structured_outputs=form), INFO, byte_level, "r")
+    assert [request.grammar for request in requests] == [write(form)] * 2
+    assert not any(request.is_plain for request in requests)
+    with pytest.raises(InvalidRequest, match="structured_outputs needs a tokenizer"):
+        lower_one(SamplingParams(structured_outputs=form))

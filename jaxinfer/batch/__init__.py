@@ -1,0 +1,1 @@
+"""Batch jobs: every row of a file through the engine, once, whatever interrupts them."""

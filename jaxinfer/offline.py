@@ -1,0 +1,153 @@
+"""run_batch(): a model over the rows of a file, in this process. Joins engine, text and jobs."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hashlib
+import json
+import os
+import time
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from checkpoints.fingerprint import fingerprint
+from checkpoints.resolve import Checkpoint
+from jaxinfer.batch.config import BatchConfig
+from jaxinfer.batch.errors import BatchError
+from jaxinfer.batch.formats import finisher
+from jaxinfer.batch.job import Job, RowReader, shard_range
+from jaxinfer.batch.journal import Journal
+from jaxinfer.batch.progress import JobProgress
+from jaxinfer.batch.rows import JobFacts, RowMaker
+from jaxinfer.batch.sources import Rows, find_duplicates, open_rows
+from jaxinfer.build import REFUSALS as ENGINE_REFUSALS
+from jaxinfer.build import build_engine
+from jaxinfer.config import DEFAULT_MODEL, EngineConfig, ServerConfig
+from jaxinfer.engine.driven import DrivenEngine
+from jaxinfer.found import Found, find_model
+from jaxinfer.http.counters import Counters
+from jaxinfer.http.metrics import ServerMetrics
+from jaxinfer.http.prompts import PromptMaker
+from jaxinfer.text.chat_template import ChatTemplate
+
+REFUSALS = (*ENGINE_REFUSALS, BatchError)
+"""What whoever calls `run_batch` can put right: the message says it all."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class BatchResult:
+    """What a job gave: `output` has a line for each of `num_rows`."""
+
+    output: Path
+    num_rows: int
+    num_failed: int  # of these, with an error in place of a reply
+    prompt_tokens: int
+    output_tokens: int
+
+
+def run_batch(
+    input: Any,
+    output: str | os.PathLike[str],
+    model: str = DEFAULT_MODEL,
+    *,
+    job: Mapping[str, Any] | None = None,
+    restart: bool = False,
+    show_progress: bool = True,
+    **options: Any,
+) -> BatchResult:
+    """Answers every row of `input` and writes a line for each, in the order of the input, to the new file `output`.
+
+    input: a path (JSONL, also gzipped, Parquet, Arrow, or a folder of such), or a Grain source or any sequence of rows.
+    A row is a request in the OpenAI API's batch format, or has a `prompt` or `messages` and fields of its body.
+    output: JSONL (gzipped with the suffix .gz) in that API's format, or Parquet. A row that cannot be answered has its
+    reason there, and ends nothing.
+
+    An interrupted job, killed ones too, goes on when it is run again, and each row is written once. One that is done is
+    not done again. restart: begin anew, and delete what there is. `job` are the fields of BatchConfig, `options` those
+    of EngineConfig. Raises BatchError where input, model or parameters are not those that it began with, where another
+    process is at work on it, and where the output cannot be written.
+    """
+    config, batch_config = EngineConfig(model=model, **options), BatchConfig(**(job or {}))
+    path = _shard_path(Path(output), batch_config)
+    finish = finisher(path)
+    found = find_model(config)
+    rows = open_rows(input)
+    identity = batch_config.identity() | {
+        "input": rows.digest,
+        "num_rows": len(rows),
+        "model": fingerprint(found.checkpoint, dtype=config.dtype, seed=config.seed),
+        "model_name": config.model,
+        "tokenizer": _text_digest(found.checkpoint),
+    }
+    with Journal.open(path, identity, int(time.time()), restart=restart, finish=finish) as journal:
+        start, end = shard_range(len(rows), batch_config)
+        if journal.counts.num_rows == end - start:
+            journal.finish()
+        else:
+            _run_job(config, batch_config, found, rows, journal, show_progress)
+        return BatchResult(output=path, **dataclasses.asdict(journal.counts))
+
+
+def _run_job(
+    config: EngineConfig,
+    batch_config: BatchConfig,
+    found: Found,
+    rows: Rows,
+    journal: Journal,
+    show_progress: bool,
+) -> None:
+    template = ChatTemplate.from_config(found.checkpoint.tokenizer_config, batch_config.chat_template)
+    facts = JobFacts(
+        key=uuid.uuid5(uuid.NAMESPACE_OID, repr(sorted(batch_config.identity().items())) + rows.digest).hex,
+        created_s=journal.created_s,
+        seed=batch_config.seed,
+        defaults=batch_config.defaults,
+        duplicates=find_duplicates(rows),
+    )
+    engine = DrivenEngine(build_engine(config, found, show_progress=show_progress))
+    start, end = shard_range(len(rows), batch_config)
+    progress = JobProgress(end - start, journal.counts, enabled=show_progress)
+    try:
+        info = engine.info
+        defaults = {"sampling_defaults": dict(info.sampling_defaults), "eos_ids": list(info.eos_ids)}
+        journal.describe({"max_model_len": info.max_model_len} | defaults)
+        server_config = ServerConfig(
+            served_model_names=batch_config.served_model_names,
+            chat_template_kwargs=batch_config.chat_template_kwargs,
+            tool_call_parser=batch_config.tool_call_parser,
+            reasoning_parser=batch_config.reasoning_parser,
+        )
+        prompts = PromptMaker(engine, found.tokenizer, template, server_config)
+        metrics = ServerMetrics(prompts.model_names[0], Counters(), info)
+        maker = RowMaker(prompts, metrics, facts)
+        reader = RowReader(rows, batch_config, maker, journal.iterator)
+        asyncio.run(_drive(Job(reader, maker, journal, batch_config, progress), engine))
+    finally:
+        progress.close()
+        engine.close()
+
+
+async def _drive(job: Job, engine: DrivenEngine) -> None:
+    driving = asyncio.create_task(engine.drive())
+    try:
+        await job.run(engine)
+    finally:
+        driving.cancel()
+
+
+def _text_digest(checkpoint: Checkpoint) -> str:
+    """Of what turns messages into token ids, and these into text."""
+    parts = (checkpoint.tokenizer_json or "", json.dumps(dict(checkpoint.tokenizer_config), sort_keys=True))
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def _shard_path(output: Path, batch_config: BatchConfig) -> Path:
+    """With the number of the shard before the suffixes, where there are several."""
+    if batch_config.shard_count == 1:
+        return output
+    stem = output.name.split(".")[0]
+    number = f"-{batch_config.shard_index:05d}-of-{batch_config.shard_count:05d}"
+    return output.with_name(stem + number + output.name[len(stem) :])

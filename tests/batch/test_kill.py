@@ -1,0 +1,123 @@
+"""`jaxinfer batch` as a process that is killed: run again, it ends as if nothing had been."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.api.test_serve_process import ROOT, environment, save_tiny_model
+from tests.batch.made import batch_row, read_lines, write_lines
+
+FLAGS = ("--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--page-size", "8", "--checkpoint-s", "0.1")
+
+
+def make_rows(count: int) -> list[dict]:
+    """Prompts and outputs of many lengths, a third of them sampled."""
+    rows = []
+    for i in range(count):
+        prompt = f"{i} " + "ab" * (i % 30)
+        rows.append(batch_row(f"row-{i}", prompt=prompt, max_tokens=2 + i % 9, temperature=float(i % 3 == 0)))
+    return rows
+
+
+def command(source: Path, output: Path, model: str, cache: Path, *flags: str) -> list[str]:
+    paths = ("--input", str(source), "--output", str(output), "--model", model, "--compile-cache-dir", str(cache))
+    return [sys.executable, "-m", "jaxinfer.cli", "batch", *paths, *FLAGS, *flags]
+
+
+def run_to_end(*args) -> None:
+    done = subprocess.run(command(*args), cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+
+
+def progress(output: Path) -> int:
+    """Rows in the last checkpoint; -1 before the first."""
+    try:
+        return json.loads(output.with_name(output.name + ".state").read_bytes())["counts"]["num_rows"]
+    except FileNotFoundError:
+        return -1
+
+
+def kill_when(condition, *args, limit_s: float = 120) -> bool:
+    """Starts the job and kills it once `condition` holds; whether it was still at work."""
+    process = subprocess.Popen(
+        command(*args), cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    end_s = time.monotonic() + limit_s
+    while process.poll() is None and not condition():
+        assert time.monotonic() < end_s, f"it is not so after {limit_s} s"
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    return process.wait() == -signal.SIGKILL
+
+
+def same_output(one: Path, other: Path) -> None:
+    """But for the time at which the jobs began, which every reply has."""
+    lines = [read_lines(path) for path in (one, other)]
+    for line in (line for path in lines for line in path):
+        if line["response"]:
+            line["response"]["body"].pop("created", None)
+    assert lines[0] == lines[1]
+
+
+def test_a_job_killed_while_it_compiles_and_while_it_runs_writes_what_an_uninterrupted_one_does(tmp_path):
+    model, cache = str(save_tiny_model(tmp_path / "model")), tmp_path / "cache"
+    rows = make_rows(60)
+    rows[7], rows[20] = '{"custom_id": "broken"', batch_row("row-3", prompt="again")
+    rows[30] = batch_row("long", prompt="x" * 300)
+    source, whole, output = write_lines(tmp_path / "in.jsonl", rows), tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
+    partial = output.with_name("out.jsonl.partial")
+    assert kill_when(lambda: partial.exists(), source, output, model, cache), "it had ended"  # before it compiles
+    started_s = time.monotonic()
+    assert kill_when(lambda: time.monotonic() > started_s + 4, source, output, model, cache)  # while it starts
+    assert kill_when(lambda: progress(output) >= 0, source, output, model, cache)
+    before = progress(output)
+    assert kill_when(lambda: progress(output) > before + 5, source, output, model, cache)
+    assert 0 < progress(output) < 60
+    run_to_end(source, output, model, cache)
+    run_to_end(source, whole, model, cache)
+    same_output(output, whole)
+    lines = read_lines(output)
+    ids = [line["custom_id"] for line in lines]
+    assert len(lines) == 60
+    assert [ids[7], ids[20], ids[30]] == [None, "row-3", "long"]
+    assert [line["error"]["code"] for line in lines if line["error"]] == ["invalid_json", "duplicate_custom_id"]
+    assert lines[30]["response"]["body"]["error"]["code"] == "context_length_exceeded"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_two_thousand_rows_killed_ten_times_at_random_are_each_written_once(tmp_path):
+    """The places are drawn anew in each run of the test, and named where it fails."""
+    model, cache = str(save_tiny_model(tmp_path / "model")), tmp_path / "cache"
+    source = write_lines(tmp_path / "in.jsonl", make_rows(2000))
+    whole, output = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
+    run_to_end(source, whole, model, cache)
+    seed = int.from_bytes(os.urandom(4))
+    places = random.Random(seed)
+    kills = 0
+    for number in range(10):
+        at_row, wait_s = progress(output) + places.randrange(1, 160), places.uniform(0, 0.2)
+
+        def there(at_row=at_row, wait_s=wait_s, number=number) -> bool:
+            if number == 0:  # before there is anything, somewhere between the start and the first row
+                time.sleep(10 * wait_s)
+                return True
+            if progress(output) < at_row:
+                return False
+            time.sleep(wait_s)  # about two checkpoints long: while one is written, too
+            return True
+
+        kills += kill_when(there, source, output, model, cache)
+    assert kills == 10, f"seed {seed}: it ended before it was killed"
+    run_to_end(source, output, model, cache)
+    same_output(output, whole)
+    assert [line["custom_id"] for line in read_lines(output)] == [f"row-{i}" for i in range(2000)], f"seed {seed}"

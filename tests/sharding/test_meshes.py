@@ -1,0 +1,173 @@
+"""What users may ask of a mesh, and what is refused with what would work."""
+
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+
+from checkpoints import orbax_store
+from checkpoints.resolve import Checkpoint
+from jaxinfer.build import choose_mesh, choose_rules
+from jaxinfer.config import ConfigError, EngineConfig
+from jaxinfer.models import registry
+from jaxinfer.params import random_params
+from jaxinfer.serving import engine_command
+from jaxinfer.sharding import mesh as meshes
+from jaxinfer.sharding import rules
+from jaxinfer.sharding.mesh import ShardingError
+from tests.sharding.configs import CONFIGS
+
+
+def model_on(name, sizes, axis_rules=rules.TENSOR_PARALLEL, **changes):
+    mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
+    return registry.for_mesh({**CONFIGS[name], **changes}, (), mesh, rules.find(axis_rules))
+
+
+def test_a_mesh_in_words_is_its_sizes_in_their_order():
+    assert list(meshes.parse("expert=4, tensor=2").items()) == [("expert", 4), ("tensor", 2)]
+
+
+@pytest.mark.parametrize("text", ["", "tensor", "tensor=two", "tensor=2,tensor=2", "=2", "tensor=-1", "tensor=2,"])
+def test_a_text_that_is_no_mesh_is_refused(text):
+    with pytest.raises(ShardingError, match=re.escape(f"mesh is {text!r}; axes and their sizes are needed")):
+        meshes.parse(text)
+
+
+REFUSED = [
+    ("llama", {"tensor": 3}, "tensor",
+     "a tensor axis of 3 devices does not divide kv_heads 8, mlp 48, vocab 96; sizes that would: 1, 2, 4, 8"),
+    ("qwen3_moe", {"expert": 3}, "tensor",
+     "an expert axis of 3 devices does not divide experts 8; sizes that would: 1, 2, 4, 8"),
+    ("qwen3_next", {"tensor": 8}, "tensor",
+     "a tensor axis of 8 devices does not divide delta_heads 4, expert_mlp 16, kv_heads 8, mlp 16, vocab 96; "
+     "sizes that would: 1, 2, 4"),
+    ("qwen3_moe", {"expert": 2, "tensor": 8}, "whole-experts",
+     "an expert axis of 2 devices does not divide experts 8; sizes that would: 1"),
+    ("llama", {"pipeline": 3}, "tensor",
+     "a pipeline axis of 3 devices does not divide layers 4; sizes that would: 1, 2, 4"),
+    ("qwen3_5", {"pipeline": 4}, "tensor",
+     "a pipeline axis of 4 devices does not divide layers 2; sizes that would: 1, 2"),
+    ("llama", {"expert": 2}, "tensor",
+     "mesh axis expert of 2 devices splits nothing of LlamaForCausalLM: they would all do the same work; axes that "
+     "split it under these rules: pipeline, tensor"),
+    ("llama", {"data": 2}, "tensor",
+     "data is not implemented: attention on different sequences needs a page pool for each group of devices, and the "
+     "scheduler has one; an engine for each group would work, or tensor"),
+    ("llama", {"sequence": 2}, "tensor", "sequence is not implemented: a prompt's tokens are not split over devices"),
+    ("qwen3_moe", {"tensor": 2}, {"experts": "tensor", "expert_mlp": "tensor"},
+     "logical axes experts and expert_mlp of one array are both split over mesh axis tensor; one of them must go to"),
+    ("llama", {"tensor": 2}, {"heads": "tensor"}, "rules name the logical axes heads; known: layers, kv_heads, "),
+    ("llama", {"tensor": 2}, "fast", "rules are 'fast'; known: tensor, whole-experts"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "sizes", "axis_rules", "message"), REFUSED, ids=str)
+def test_what_cannot_be_split_so_is_refused_with_what_could(name, sizes, axis_rules, message):
+    with pytest.raises(ShardingError, match=re.escape(message)):
+        model_on(name, sizes, axis_rules)
+
+
+@pytest.mark.parametrize("size", [0, -1, True, "2", 2.0])
+def test_a_size_that_is_no_number_of_devices_is_refused(size):
+    with pytest.raises(ShardingError, match=re.escape(f"mesh axis tensor is {size!r}; a number of devices")):
+        meshes.make_mesh({"tensor": size})
+
+
+def test_more_devices_than_there_are_are_refused_with_both_numbers():
+    count = jax.device_count()
+    with pytest.raises(
+        ShardingError, match=f"mesh tensor=2,expert={count} has {2 * count} devices, but there are {count}"
+    ):
+        meshes.make_mesh({"tensor": 2, "expert": count})
+
+
+@pytest.mark.parametrize(
+    ("sizes", "copies"), [({"tensor": 1}, 1), ({"tensor": 2}, 1), ({"tensor": 4}, 2), ({"tensor": 8}, 4)]
+)
+def test_devices_beyond_the_kv_heads_share_them_and_the_pool_has_a_copy_for_each(sizes, copies):
+    model = model_on("llama", sizes)
+    assert model.cache.num_kv_heads == 2 * copies
+    assert model.specs["qkv"].shape[:2] == (2 * copies, 4 // copies + 2)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_next"])
+def test_copies_of_kv_heads_are_those_of_the_checkpoint_and_of_random_weights_alike(name):
+    """What packing makes of published tensors is what spreading makes of the packed whole."""
+    one, shared = model_on(name, {"tensor": 1}), model_on(name, {"tensor": 4})
+    rng = np.random.default_rng(0)
+    for param in ("qkv", "out"):
+        tensors = [rng.standard_normal(s.shape).astype(np.float32) for s in one.specs[param].sources]
+        whole = one.specs[param].pack(tensors)
+        assert shared.specs[param].whole_shape == one.specs[param].array_shape
+        spread = shared.specs[param].spread(whole[None])[0]
+        np.testing.assert_array_equal(spread, shared.specs[param].pack(tensors))
+    q, k = (
+        shared.specs["qkv"]
+        .pack([np.full(s.shape, i) for i, s in enumerate(one.specs["qkv"].sources)])[:, [0, 2], 0, 0]
+        .T
+    )
+    assert set(q) == {0} and set(k) == {1}
+
+
+def test_a_store_of_one_device_is_read_into_heads_that_devices_share(tmp_path):
+    if jax.device_count() < 4:
+        pytest.skip(f"{jax.device_count()} devices; 4 are needed")
+    config = {**CONFIGS["qwen3_next"], "num_hidden_layers": 2}
+    found = {}
+    for size in (1, 4):
+        mesh = meshes.make_mesh({"tensor": size})
+        model = registry.for_mesh(config, (), mesh, rules.TENSOR_PARALLEL)
+        places = rules.shardings(model.specs, mesh)
+        found[size] = model.specs, places, random_params(model.specs, jnp.float32, places, 5)
+    checkpoint = Checkpoint(
+        name="m", path=tmp_path, format="dummy", config=config, generation_config={}, tensors=None, tokenizer_json=None,
+        tokenizer_config={},
+    )  # fmt: skip
+    orbax_store.save(tmp_path / "store", found[1][2], found[1][0], checkpoint)
+    specs, places, drawn = found[4]
+    restored = orbax_store.restore(tmp_path / "store", specs, jnp.dtype("float32"), places)
+    for name, array in restored.items():
+        assert (array.shape, array.sharding) == (drawn[name].shape, places[name])
+        np.testing.assert_array_equal(array, drawn[name], err_msg=name)
+    assert restored["qkv"].shape[1] == 4 and specs["qkv"].whole_shape[1] == 2
+
+
+def test_a_logical_axis_may_be_split_over_two_mesh_axes():
+    mesh = AbstractMesh((2, 2), ("expert", "tensor"))
+    assert rules.partition(("experts", None, "mlp"), mesh, {"experts": ("expert", "tensor")}) == PartitionSpec(
+        ("expert", "tensor"), None, None
+    )
+
+
+def test_the_older_names_are_presets():
+    config = EngineConfig(tensor_parallel_size=1, enable_expert_parallel=True)
+    assert dict(choose_mesh(config).shape) == {"tensor": 1}
+    assert choose_rules(config) == rules.PRESETS["whole-experts"]
+    assert choose_rules(EngineConfig()) == rules.PRESETS["tensor"]
+
+
+def test_two_names_for_one_thing_are_refused():
+    with pytest.raises(ConfigError, match="mesh is 'tensor=2' and tensor_parallel_size is 2; give one"):
+        EngineConfig(mesh="tensor=2", tensor_parallel_size=2)
+    with pytest.raises(ConfigError, match="rules is 'tensor' and enable_expert_parallel is True; give one"):
+        EngineConfig(rules="tensor", enable_expert_parallel=True)
+
+
+def test_a_server_takes_a_mesh_by_the_sizes_of_its_axes():
+    mesh = Mesh(np.asarray(jax.devices()[:1]).reshape(1, 1), ("expert", "mine"))
+    command = engine_command(EngineConfig(mesh=mesh, rules={"mlp": ("mine",)}), show_progress=False)
+    sent = json.loads(command[3])
+    assert (sent["mesh"], sent["rules"]) == ({"expert": 1, "mine": 1}, {"mlp": ["mine"]})
+    assert rules.find(sent["rules"]) == {"mlp": ("mine",)}
+
+
+def test_a_server_refuses_a_mesh_of_devices_in_another_order():
+    if jax.device_count() < 2:
+        pytest.skip("one device; 2 are needed")
+    mesh = Mesh(np.asarray(jax.devices()[1::-1]), ("tensor",))
+    with pytest.raises(ConfigError, match=r"mesh has the devices \[1, 0\]; the engine of a server"):
+        engine_command(EngineConfig(mesh=mesh), show_progress=False)

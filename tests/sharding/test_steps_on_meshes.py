@@ -1,0 +1,67 @@
+"""Logits of random legal meshes of up to eight devices equal those of one."""
+
+import itertools
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from jax.sharding import AbstractMesh
+
+from jaxinfer.models import registry
+from jaxinfer.sharding import rules
+from jaxinfer.sharding.mesh import ShardingError
+from jaxinfer.sharding.report import all_meshes
+from tests.sharding.configs import CONFIGS
+
+ROOT = Path(__file__).parents[2]
+NUM_CASES, PER_PROCESS = 30, 6
+TOLERANCE = 1e-4
+
+
+def candidates():
+    for name, preset, count in itertools.product(CONFIGS, rules.PRESETS, (2, 4, 8)):
+        for sizes in all_meshes(count):
+            yield {"model": name, "mesh": sizes, "rules": preset}
+
+
+def is_legal(case):
+    mesh = AbstractMesh(tuple(case["mesh"].values()), tuple(case["mesh"]))
+    try:
+        registry.for_mesh(CONFIGS[case["model"]], (), mesh, rules.PRESETS[case["rules"]])
+    except ShardingError:
+        return False
+    return True
+
+
+def chosen():
+    legal = [case for case in candidates() if is_legal(case)]
+    random.Random(0).shuffle(legal)
+    return sorted(legal[:NUM_CASES], key=lambda case: case["model"])
+
+
+def test_random_meshes_are_of_every_family_and_every_axis():
+    cases = chosen()
+    assert len(cases) == NUM_CASES
+    assert {case["model"] for case in cases} == set(CONFIGS)
+    assert {axis for case in cases for axis in case["mesh"]} == {"tensor", "expert", "pipeline"}
+    assert {len(case["mesh"]) for case in cases} >= {1, 2}
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("first", range(0, NUM_CASES, PER_PROCESS))
+def test_logits_on_a_random_legal_mesh_equal_those_of_one_device(first):
+    cases = chosen()[first : first + PER_PROCESS]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_NUM_CPU_DEVICES": "8"}
+    command = [sys.executable, ROOT / "tests/sharding/steps_on_meshes.py", json.dumps(cases)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    wrong = [(case, result) for case, result in zip(cases, found, strict=True) if not result["difference"] <= TOLERANCE]
+    assert not wrong
+    # Logits in which nothing differs from token to token would equal anything.
+    assert all(result["spread"] > 0.05 for result in found), found
