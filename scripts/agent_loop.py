@@ -55,14 +55,15 @@ def words_of(llm: LLM) -> list[tuple[int, str]]:
     """Token ids and texts of words that stay the tokens they are, whatever words are beside them."""
     tokenizer = llm.tokenizer
     assert tokenizer is not None
-    found = []
-    for id in range(llm.info.vocab_size):
-        text = tokenizer.token_text(id) if id < tokenizer.vocab_size else ""
-        plain = text.lstrip(" ")
+    spaced, bare = [], []  # by whether a space begins them: those without one may join into another token
+    for id in range(min(llm.info.vocab_size, tokenizer.vocab_size)):
+        text = tokenizer.token_text(id)
+        plain = text.removeprefix(" ")
         if plain.isascii() and plain.isalpha() and tokenizer.encode(text * 3, add_special_tokens=False) == [id] * 3:
-            found.append((id, text))
-            if len(found) == MAX_WORDS:
+            (spaced if text != plain else bare).append((id, text))
+            if len(spaced) == MAX_WORDS:
                 break
+    found = spaced or bare[:MAX_WORDS]
     if len(found) < 2:
         raise SystemExit(f"{llm.info.model} has no words that are one token each")
     return found
