@@ -57,7 +57,7 @@ class Terminal:
     def press_ctrl_c(self):
         os.killpg(self.process.pid, 2)
 
-    def wait_for(self, pattern, limit_s=90.0):
+    def wait_for(self, pattern, limit_s=60.0):
         """Reads until the pattern comes after what was waited for last."""
         end = time.monotonic() + limit_s
         while not (found := re.search(pattern, self.text)):
@@ -123,7 +123,7 @@ def test_ctrl_c_stops_an_answer_and_the_session_goes_on(terminal, tmp_path):
     made = terminal("--session", str(file), "--max-tokens", "300")
     made.wait_for(r"\n> ")
     made.say("Write a very long story about a dragon, a castle and a princess.")
-    made.wait_for(r"dragon[\s\S]*?\n[\s\S]*?\w+ \w+ \w+ \w+ ")
+    made.wait_for(r"\w\. \w+ \w+ ")  # a second sentence: a line editor may show the question several times
     made.press_ctrl_c()
     made.wait_for(r"stopped; the session is kept\S*\n> ")
     made.say("/quit")
