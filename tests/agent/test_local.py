@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
 
 from jaxinfer import Agent
+from jaxinfer.agent.history import INTERRUPTED
 from jaxinfer.agent.local import LocalModel
 from jaxinfer.agent.model import ContextFull
 from jaxinfer.agent.tools import Tool
@@ -114,3 +116,24 @@ def test_a_model_that_cannot_be_shown_tools_says_why(qwen3):
         LocalModel(WrittenLLM(tokenizer, {"chat_template": None}))
     with pytest.raises(InvalidRequest, match="n is 2; an agent has one conversation"):
         LocalModel(WrittenLLM(*qwen3), SamplingParams(n=2))
+
+
+def test_an_interrupt_is_held_until_the_step_of_the_engine_is_whole(qwen3):
+    llm = WrittenLLM(*qwen3, "one two three")
+    whole = []
+    deltas = llm._deltas
+
+    def interrupted(*args):
+        for delta in deltas(*args):
+            if not whole:
+                signal.raise_signal(signal.SIGINT)
+            whole.append(delta)  # not reached by an interrupt in the middle
+            yield delta
+
+    llm._deltas = interrupted
+    agent = Agent(llm)
+    with pytest.raises(KeyboardInterrupt):
+        agent.ask("Count.")
+    assert len(whole) == 1
+    assert agent.history.entries[-1].message["content"] == INTERRUPTED
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
