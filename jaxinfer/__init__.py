@@ -4,6 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jaxinfer.agent.loop import Agent
     from jaxinfer.api import LLM
     from jaxinfer.config import EngineConfig
     from jaxinfer.offline import run_batch
@@ -11,9 +12,10 @@ if TYPE_CHECKING:
     from jaxinfer.structured import StructuredOutputs
     from jaxinfer.types import SamplingParams
 
-__all__ = ["LLM", "EngineConfig", "SamplingParams", "StructuredOutputs", "run_batch", "serve"]
+__all__ = ["LLM", "Agent", "EngineConfig", "SamplingParams", "StructuredOutputs", "run_batch", "serve"]
 
 _HOMES = {
+    "Agent": "jaxinfer.agent.loop",
     "LLM": "jaxinfer.api",
     "run_batch": "jaxinfer.offline",
     "serve": "jaxinfer.serving",

@@ -10,7 +10,7 @@ import itertools
 import numbers
 import uuid
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import jax.numpy as jnp
@@ -94,6 +94,11 @@ class LLM:
         atexit.register(weakref.finalize(self, self._engine.close))
 
     @property
+    def chat_template(self) -> ChatTemplate | None:
+        """The checkpoint's own; None where it has none."""
+        return self._template
+
+    @property
     def info(self) -> EngineInfo:
         """Context, vocabulary, pages and defaults of the engine."""
         return self._engine.info
@@ -150,10 +155,20 @@ class LLM:
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[OutputDelta]:
         """Completes one prompt and yields what is new as it comes. Closing the iterator early cancels the request."""
+        return self.start(prompt, sampling_params)[1]
+
+    def start(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, always_shown: Collection[int] = ()
+    ) -> tuple[OutputStream, Iterator[OutputDelta]]:
+        """As `stream`, with the output that counts its tokens and those of the prompt that were cached.
+
+        always_shown: special tokens that are in the text although the others are left out.
+        """
         sampling = sampling_params or SamplingParams()
         if sampling.n != 1:
             raise InvalidRequest(f"n is {sampling.n}; a stream has one output, use generate for several", param="n")
-        return self._stream(self._job(prompt, sampling))
+        job = self._job(prompt, sampling, always_shown)
+        return job.streams[0], self._stream(job)
 
     def save_session(self, session_id: str) -> SessionInfo:
         """Writes the pages of a session to `kv_disk_dir`, and waits for that.
@@ -186,11 +201,11 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _job(self, prompt: Prompt, sampling: SamplingParams) -> _Job:
+    def _job(self, prompt: Prompt, sampling: SamplingParams, always_shown: Collection[int] = ()) -> _Job:
         text = prompt if isinstance(prompt, str) else None
         ids = _token_ids(prompt) if text is None else self._tokenizer().encode(text, add_special_tokens=True)
         requests = lower(ids, sampling, self.info, self.tokenizer, uuid.uuid4().hex)
-        streams = [OutputStream(self.tokenizer, ids, sampling) for _ in requests]
+        streams = [OutputStream(self.tokenizer, ids, sampling, always_shown=always_shown) for _ in requests]
         outputs = [Completion(index) for index in range(len(requests))]
         return _Job(requests, streams, RequestOutput(text, ids, outputs))
 

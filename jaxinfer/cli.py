@@ -11,7 +11,8 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from jaxinfer import plan_flags
+from jaxinfer import agent_flags, plan_flags
+from jaxinfer.agent_flags import API_KEY_VARIABLE
 from jaxinfer.config import (
     ACCESS_LOGS,
     DEFAULT_MODEL,
@@ -29,8 +30,6 @@ if TYPE_CHECKING:  # what loads JAX is imported where a command needs it: it tak
     from jaxinfer.api import LLM
 
 EXIT_FAILED = 1
-API_KEY_VARIABLE = "JAXINFER_API_KEY"
-"""Of the environment: a key that does not show in the list of processes."""
 ACCESS_FIELDS = (
     *("allowed_origins", "allowed_methods", "allowed_headers", "ssl_certfile", "ssl_keyfile"),
     *("request_timeout_s", "drain_timeout_s", "access_log"),
@@ -64,13 +63,15 @@ def _refusals(command: str) -> tuple[type[Exception], ...]:
         from jaxinfer import serving
 
         return serving.REFUSALS
+    if command == "agent" and "jaxinfer.api" not in sys.modules:  # with a URL it loads no JAX
+        return agent_flags.refusals()
     if command == "batch":
         from jaxinfer import offline
 
         return offline.REFUSALS
     from jaxinfer import api
 
-    return api.REFUSALS
+    return (*api.REFUSALS, *(agent_flags.refusals() if command == "agent" else ()))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -96,6 +97,10 @@ def _parser() -> argparse.ArgumentParser:
     _add_engine(chat)
     _add_sampling(chat)
     chat.add_argument("--system", help="system message")
+    agent = command("agent", _agent, "Let a model answer with tools, in the terminal or once.")
+    _add_engine(agent)
+    _add_sampling(agent)
+    agent_flags.add(agent)
     batch = command("batch", _batch, "Answer every row of a file; run again, an interrupted job goes on.")
     _add_engine(batch)
     _add_batch(batch)
@@ -342,6 +347,10 @@ def _chat(args: argparse.Namespace) -> None:
             messages.append({"role": "user", "content": line})
             stats = _print_stream(llm, llm.chat_prompt(messages), sampling)
             messages.append({"role": "assistant", "content": stats.text})
+
+
+def _agent(args: argparse.Namespace) -> int:
+    return agent_flags.run(args, _engine_options(args), _sampling(args))
 
 
 def _read_line() -> str:

@@ -7,6 +7,12 @@ answer; an answer and a tool's output then make the next turn longer. Prompts ar
 seed: in them stand made-up answers, since a server does not return the ids of its own. So a prefix cache can have all
 that an earlier turn sent, and none of what it answered.
 
+With --loop MODEL the agent's own loop runs instead, over an engine in this process, with the prefix cache and then
+without it (scripts/agent_loop.py): the engine generates the replies, and tools are called by a script. So it runs with
+random weights, too:
+
+    python scripts/bench_agent.py --loop FOLDER --engine '{"load_format": "dummy"}'
+
 Run against a server that has just started, or with another seed: what an earlier run sent may be in the cache. With
 --compare the same trace runs against a second server afterwards, one without prefix caching for instance. The last line
 of the output is JSON. The exit status is 1 if a request failed or was answered with another number of tokens.
@@ -148,6 +154,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--base-url", default="http://127.0.0.1:8000", help="of the server, without /v1 (default: %(default)s)")
     add("--compare", metavar="URL", help="a second server, which runs the same trace afterwards")
     add("--model", help="name to ask for (default: none)")
+    add("--loop", metavar="MODEL", help="run the agent's own loop over this model, in this process, instead")
+    add("--engine", type=json.loads, default={}, metavar="JSON", help="with --loop: fields of EngineConfig")
     add("--agents", type=int, default=8, help="agents at once (default: %(default)s)")
     add("--turns", type=int, default=10, help="turns of each (default: %(default)s)")
     add("--system-len", type=int, default=1000, help="tokens of the shared system prompt (default: %(default)s)")
@@ -167,6 +175,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
             parser.error(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be at least 0")
     if not 0 <= args.tool_len[0] <= args.tool_len[1]:
         parser.error(f"--tool-len is {args.tool_len[0]} {args.tool_len[1]}; give the least, then the most")
+    if args.loop is not None and (args.compare or args.model):
+        parser.error("--loop runs no server; leave out --compare and --model")
+    if args.loop is None and args.engine:
+        parser.error("--engine is for the engine of --loop; give that, too")
+    if not isinstance(args.engine, dict):
+        parser.error(f"--engine is {args.engine!r}; it must be a JSON object")
     for url in filter(None, (args.base_url, args.compare)):
         if not url.startswith("http://"):
             parser.error(f"{url!r} is no base URL; it must begin with http://")
@@ -177,6 +191,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     names = [field.name for field in dataclasses.fields(Trace)]
     trace = Trace(**{name: getattr(args, name) for name in names} | {"tool_len": tuple(args.tool_len)})
+    if args.loop is not None:
+        import agent_loop  # loads JAX, which the other mode does without
+
+        result = agent_loop.compare(args.loop, trace, args.engine, tool_s=args.tool_seconds)
+        if args.save_result is not None:
+            write_json(args.save_result, result)
+        print(json.dumps(result))
+        return 0
     rows = []
     for url in filter(None, (args.base_url, args.compare)):
         work = run(trace, url, args.model, tool_s=args.tool_seconds)

@@ -31,7 +31,7 @@ write() {
 write uv --only-group uv
 write build --only-group build
 write demo --extra demo
-write test --extra demo --extra test --extra plot --extra dev
+write test --extra demo --extra test --extra agent --extra plot --extra dev
 write clients --extra demo --extra test --extra clients
 write capture --extra demo --extra test --extra capture
 write cuda12 --extra demo --extra cuda12

@@ -30,7 +30,7 @@ from tests.api.test_serve_process import (
 )
 from tests.checkpoints.conftest import add_metadata, tiny_metadata, tiny_tensors
 
-COMMANDS = ("serve", "generate", "chat", "batch", "convert", "doctor", "shard-report")
+COMMANDS = ("serve", "generate", "chat", "agent", "batch", "convert", "doctor", "shard-report")
 
 
 @pytest.fixture(scope="module")

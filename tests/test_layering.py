@@ -90,8 +90,10 @@ MAY_IMPORT = {
     "jaxinfer.sharding.report_output": PACKAGES,
     "jaxinfer.shard_report": PACKAGES,
     "jaxinfer.plan_flags": ("jaxinfer.config",),
+    "jaxinfer.agent_flags": ("jaxinfer.agent", "jaxinfer.api", "jaxinfer.config", "jaxinfer.types"),
     "jaxinfer.cli": (
         "jaxinfer.plan_flags",
+        "jaxinfer.agent_flags",
         "jaxinfer.api",
         "jaxinfer.offline",
         "jaxinfer.serving",
@@ -135,6 +137,7 @@ WITHOUT_JAX = (
     "jaxinfer.text",
     "jaxinfer.scheduler",
     "jaxinfer.http",
+    "jaxinfer.agent",
     "jaxinfer.batch",
     "jaxinfer.found",
     "jaxinfer.frontend",
@@ -149,8 +152,11 @@ INSIDE_FUNCTIONS = {
     ("jaxinfer.runner", "jax"): "Mosaic's half of Pallas takes 1.5 s to import, and only programs for Hopper need it",
     ("checkpoints", "orbax"): "takes 4 s to import, and only Orbax stores need it",
     ("jaxinfer.batch", "grain"): "only batch jobs need it",
+    ("jaxinfer.agent", "mcp"): "only MCP servers need it, and the extra agent installs it",
+    ("jaxinfer.agent", "prompt_toolkit"): "only terminals need it, and the extra agent installs it",
     ("jaxinfer.sharding.report_output", "matplotlib"): "only charts need it",
     ("jaxinfer.batch", "pyarrow"): "only tables need it",
+    ("jaxinfer.agent_flags", "jaxinfer"): "as for the command line",
     ("jaxinfer.cli", "jaxinfer"): "takes 1.5 s with JAX, for which --help, wrong usage and serve need not wait",
 }
 
