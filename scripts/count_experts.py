@@ -11,6 +11,7 @@ position have together. The figure to compare with is what a router without pref
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import operator
 import sys
 from typing import Any
@@ -88,13 +89,16 @@ def main() -> int:
     args = parser.parse_args()
     config = engine_config(args.engine)
     checkpoint = resolve(config.model, revision=config.revision, load_format=config.load_format)
+    length = args.input_len + args.output_len
+    most = max(map(int, args.clients.split(",")))
+    if config.num_pages is None:  # no more than they need: the second pass needs memory, too
+        config = dataclasses.replace(config, num_pages=most * (length // config.page_size + 2))
     engine = build_engine(config)
     results = results_file.from_flags(args)
     params, rng, far = engine._runner._params, np.random.default_rng(0), False
     num_experts = params["router"].shape[1]
     text = checkpoint.config.get("text_config") or checkpoint.config
     top_k = text["num_experts_per_tok"]
-    length = args.input_len + args.output_len
     for clients in map(int, args.clients.split(",")):
         prompts = rng.integers(0, engine.info.vocab_size, (clients, args.input_len)).astype(np.int32)
         tokens = complete(engine, prompts, args.output_len)[:, :-1]  # the last one is computed by no step
