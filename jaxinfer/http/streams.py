@@ -221,6 +221,7 @@ class _ChoiceStream:
         self._start = self._encoder.role if generation.head.chat else b""
         self._echo = choice.echo
         self._message = choice.message
+        self._has_text = choice.output.has_text
 
     def emit(self, delta: OutputDelta | None) -> None:
         if self._start or self._echo:
@@ -240,7 +241,7 @@ class _ChoiceStream:
     def _event(self, text: str, delta: OutputDelta) -> bytes:
         if self._message is not None:
             return self._message_events(self._message, delta)
-        if not text and delta.finish_reason is None and delta.logprobs is None:
+        if not text and self._has_text and delta.finish_reason is None and delta.logprobs is None:
             return b""  # the text of these tokens is withheld for now
         if self._continuous:
             return self._encoder.full(text, delta, self._generation.usage())

@@ -106,6 +106,11 @@ class OutputStream:
         return self._num_cached_tokens
 
     @property
+    def has_text(self) -> bool:
+        """Whether tokens have a text at all."""
+        return self._detokenizer is not None
+
+    @property
     def finished(self) -> bool:
         """Whether the last delta has been given."""
         return self._finished

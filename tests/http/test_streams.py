@@ -4,9 +4,13 @@ import asyncio
 
 import pytest
 
+from jaxinfer.http.counters import Counters
 from jaxinfer.http.errors import problem
-from jaxinfer.http.streams import EventStream
-from jaxinfer.types import EngineDead
+from jaxinfer.http.metrics import SequenceTimer, ServerMetrics
+from jaxinfer.http.replies import ReplyHead
+from jaxinfer.http.streams import Choice, EventStream, Generation, stream_reply
+from jaxinfer.text.output import OutputStream
+from jaxinfer.types import EngineDead, EngineInfo, FinishReason, Request, SamplingParams, TokenEvent
 
 
 class Connection:
@@ -91,5 +95,41 @@ def test_failure_of_a_stream_that_waited_is_told_even_after_its_request_was_canc
         await stream.fail(problem(EngineDead("gone")))
         assert b"the engine stopped: gone" in connection.bodies[-1]
         assert connection.bodies[-1].endswith(b"data: [DONE]\n\n")
+
+    run(scenario)
+
+
+class ThreeTokens:
+    """An engine that answers anything with three tokens, one by one."""
+
+    def submit(self, request, receiver):
+        for token in (5, 6, 7):
+            reason = FinishReason.LENGTH if token == 7 else None
+            receiver.push(TokenEvent(request_id=request.request_id, token_ids=(token,), finish_reason=reason))
+
+    def cancel(self, request_id):
+        pass
+
+
+def test_every_token_of_a_model_without_a_tokenizer_is_an_event():
+    async def scenario(connection, stream):
+        request = Request(request_id="r", prompt_ids=(1, 2), max_tokens=3)
+        output = OutputStream(None, request.prompt_ids, SamplingParams())
+        sizes = {"max_model_len": 64, "page_size": 16, "num_pages": 8, "max_num_seqs": 8}
+        info = EngineInfo(model="m", vocab_size=9, eos_ids=(), sampling_defaults={}, **sizes)
+        choice = Choice(0, request, output, SequenceTimer(ServerMetrics("m", Counters(), info), 0.0), "")
+        generation = Generation(
+            head=ReplyHead("id", 0, "m", False),
+            choices=[choice],
+            n=1,
+            prompt_tokens=2,
+            shows_cached=False,
+            logprobs=False,
+            stream=True,
+            include_usage=False,
+            continuous_usage=False,
+        )
+        await stream_reply(ThreeTokens(), generation, stream)
+        assert [body.count(b'"text":""') for body in connection.bodies] == [1, 1, 1, 0]
 
     run(scenario)
