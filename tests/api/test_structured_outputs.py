@@ -73,10 +73,15 @@ def test_every_form_is_matched_beside_outputs_without_one(llm, prompt):
     "fields",
     [
         {"temperature": 1.2, "seed": 3, "n": 2},
-        {"temperature": 0.8, "seed": 1, "top_p": 0.9, "top_k": 40, "min_p": 0.01, "logprobs": 2},
-        {"repetition_penalty": 1.2, "frequency_penalty": 0.5, "presence_penalty": 0.5, "logprobs": 0},
-        {"min_tokens": 60, "logit_bias": {2: 50.0}},
-        {"ignore_eos": True},
+        *(
+            pytest.param(fields, marks=pytest.mark.long)
+            for fields in (
+                {"temperature": 0.8, "seed": 1, "top_p": 0.9, "top_k": 40, "min_p": 0.01, "logprobs": 2},
+                {"repetition_penalty": 1.2, "frequency_penalty": 0.5, "presence_penalty": 0.5, "logprobs": 0},
+                {"min_tokens": 60, "logit_bias": {2: 50.0}},
+                {"ignore_eos": True},
+            )
+        ),
     ],
 )
 def test_other_parameters_do_not_break_the_form(llm, prompt, fields):
@@ -98,7 +103,10 @@ def test_a_stop_string_ends_an_output_within_its_form(llm, prompt):
     assert output.text == whole[: whole.index('"age"')] and output.stop_reason == '"age"'
 
 
-@pytest.mark.parametrize("fields", [{}, {"temperature": 1.0, "seed": 5, "logprobs": 1, "stop": ["never"]}])
+SAMPLED = {"temperature": 1.0, "seed": 5, "logprobs": 1, "stop": ["never"]}
+
+
+@pytest.mark.parametrize("fields", [{}, pytest.param(SAMPLED, marks=pytest.mark.long)])
 def test_a_stream_gives_what_generate_gives(llm, prompt, fields):
     asked = params(json=PERSON, **fields)
     whole = llm.generate([prompt], asked)[0].outputs[0]

@@ -60,6 +60,8 @@ def content(output: Path) -> bytes:
     return gzip.decompress(data) if output.suffix == ".gz" else data
 
 
+# A worker of the tests may have imported JAX, which warns of every fork.
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning", "ignore:.*fork:DeprecationWarning")
 @pytest.mark.parametrize("name", ["out.jsonl", "out.jsonl.gz", "out.parquet"])
 @pytest.mark.parametrize("call", ["fsync", "replace"])
 def test_a_process_killed_at_any_step_of_a_checkpoint_leaves_one_that_is_whole(tmp_path, name, call):

@@ -68,6 +68,8 @@ def same_output(one: Path, other: Path) -> None:
     assert lines[0] == lines[1]
 
 
+@pytest.mark.long
+@pytest.mark.timeout(300)
 def test_a_job_killed_while_it_compiles_and_while_it_runs_writes_what_an_uninterrupted_one_does(tmp_path):
     model, cache = str(save_tiny_model(tmp_path / "model")), tmp_path / "cache"
     rows = make_rows(60)

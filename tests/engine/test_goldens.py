@@ -9,7 +9,12 @@ from tests.engine.drive import GOLDEN, TIE, build, drive, num_equal
 FAMILIES = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+LONG = ("qwen2_moe", "qwen3_5", "qwen3_5_moe_fused", "qwen3_moe_all", "qwen3_tied")
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=pytest.mark.long) if name in LONG else name for name in FAMILIES]
+)
 def test_greedy_tokens_equal_those_of_transformers(family, golden, record_property):
     expected = golden(family)
     # One row, steps of 16 tokens: prompts of 39 tokens take three chunks, and the second prompt waits for the first.

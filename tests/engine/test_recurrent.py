@@ -15,10 +15,10 @@ from tests.engine.drive import GOLDEN, build, drive, num_equal
 
 # A pool of 12 pages for four sequences of up to 8 pages each, so that preemption is common.
 OPTIONS = {"page_size": 8, "num_pages": 12, "max_num_seqs": 4, "max_num_batched_tokens": 16}
-NUM_BATCHES = 12
+NUM_BATCHES = 8
 
 
-@pytest.fixture(scope="module", params=["qwen3_next", "qwen3_5"])
+@pytest.fixture(scope="module", params=["qwen3_next", pytest.param("qwen3_5", marks=pytest.mark.long)])
 def engine(request):
     engine = build(GOLDEN / request.param, **OPTIONS)
     yield engine
@@ -64,8 +64,8 @@ def test_tokens_do_not_depend_on_company_preemption_or_what_a_slot_held(engine):
             margins = [logprobs.top[0][1] - logprobs.top[1][1] for logprobs in alone.logprobs]
             equal, tied = num_equal(tokens, alone.tokens[: len(tokens)], margins)
             ties, compared = ties + tied, compared + equal
-    assert engine.stats().num_preemptions - before >= 5
-    assert compared > 500 and ties <= 1
+    assert engine.stats().num_preemptions - before >= 3
+    assert compared > 300 and ties <= 1
 
 
 def test_states_lost_with_a_failed_step_are_begun_anew(engine, monkeypatch):
@@ -87,7 +87,7 @@ def test_states_lost_with_a_failed_step_are_begun_anew(engine, monkeypatch):
     assert drive(engine, [request])["r"].tokens == expected
 
 
-@pytest.fixture(scope="module", params=["qwen3_next", "qwen3_5"])
+@pytest.fixture(scope="module", params=["qwen3_next", pytest.param("qwen3_5", marks=pytest.mark.long)])
 def roomy(request):
     """Copies of states every 16 tokens, in a pool with room for several conversations."""
     with pytest.MonkeyPatch.context() as patch:
@@ -124,6 +124,7 @@ def test_a_prefix_is_used_again_up_to_the_last_copy_of_its_state(roomy):
     assert run("cold fork", fork) == (forked, 0)
 
 
+@pytest.mark.long
 def test_without_copies_no_prefix_is_kept():
     engine = build(GOLDEN / "qwen3_5", num_state_copies=0, **OPTIONS)
     request = Request(request_id="r", prompt_ids=tuple(range(30)), max_tokens=4, temperature=0.0)

@@ -82,8 +82,8 @@ def test_two_devices_give_the_tokens_of_transformers(family, golden):
 LONG = ("llama", "llama, tied, biases", "qwen3_moe", "qwen3_5")
 CASES = [
     ("qwen2, tied", False),
-    ("qwen3_next", False),
     ("qwen3_moe", True),
+    pytest.param("qwen3_next", False, marks=pytest.mark.long),
     *(pytest.param(name, False, marks=pytest.mark.long) for name in LONG),
     pytest.param("qwen3_next", True, marks=pytest.mark.long),
 ]
