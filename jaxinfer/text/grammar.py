@@ -28,6 +28,8 @@ WHITESPACE = r"( |\n {0,32})"
 """What may stand between two parts of JSON, once: models that may write more white space can write it for ever."""
 MAX_KEPT = 128
 """Compiled grammars that are kept: requests that ask for the same form share one."""
+MAX_CHOICES = 1500
+"""Options of a choice: llguidance gives up at 2,000 with a vocabulary, and not before it."""
 NUM_THREADS = 2
 """Grammars that are compiled at once, without the interpreter's lock."""
 MAX_MASK_THREADS = 8
@@ -55,6 +57,8 @@ def _write(form: StructuredOutputs) -> str:
     if form.regex is not None:
         return llguidance.LLMatcher.grammar_from_regex(_whole(form.regex, form.param))
     if form.choice is not None:
+        if len(form.choice) > MAX_CHOICES:
+            raise _refusal(form.param, f"there are {len(form.choice)} options; at most {MAX_CHOICES} are supported")
         options = " | ".join(json.dumps(option, ensure_ascii=False) for option in form.choice)
         return llguidance.LLMatcher.grammar_from_lark(f"start: {options}")
     if form.grammar is not None:
@@ -77,7 +81,10 @@ def _behind_thought(grammar: str, *, begun: bool) -> str:
 def json_grammar(schema: Mapping[str, Any], form: StructuredOutputs) -> str:
     """The grammar of a JSON Schema, with the white space that `form` allows."""
     text, options = json.dumps(schema, ensure_ascii=False, allow_nan=False), json_options(form)
-    return llguidance.LLMatcher.grammar_from_json_schema(text, overrides=options)
+    try:
+        return llguidance.LLMatcher.grammar_from_json_schema(text, overrides=options)
+    except ValueError as error:
+        raise _refusal(form.param, f"the schema cannot be read: {error}") from None
 
 
 def json_options(form: StructuredOutputs | None = None) -> Any:

@@ -96,9 +96,13 @@ class Arrays(NamedTuple):
     a_log: np.ndarray  # [L, Hk, r]
     dt_bias: np.ndarray  # [L, Hk, r]
     norm: np.ndarray  # [L, dv]
-    state_pool: np.ndarray  # [L, N + 1, Hk, r, dk, dv]
-    conv_pool: np.ndarray  # [L, N + 1, 4, Hk, C]
+    state_pool: np.ndarray  # [L, N + 1 + copies, Hk, r, dk, dv]
+    conv_pool: np.ndarray  # [L, N + 1 + copies, 4, Hk, C]
     rows: SlotRows
+
+
+COPIES = 2
+"""Places behind the slots, which no step touches."""
 
 
 def make(case: Case, *, num_layers: int = 2, seed: int = 0) -> Arrays:
@@ -108,7 +112,7 @@ def make(case: Case, *, num_layers: int = 2, seed: int = 0) -> Arrays:
     def normal(*shape: int) -> np.ndarray:
         return rng.standard_normal(shape, np.float32)
 
-    heads, group, slots = case.key_heads, case.group, case.num_slots + 1
+    heads, group, slots = case.key_heads, case.group, case.num_slots + 1 + COPIES
     rows = place(case, rng.permutation(case.num_slots))
     state = 0.3 * normal(num_layers, slots, heads, group, case.key_width, case.value_width)
     ring = normal(num_layers, slots, TAPS, heads, case.channels)

@@ -42,7 +42,7 @@ def run(
     """The contract is `api.delta_rule`."""
     del plan, target
     _, slots, heads, group, key_width, value_width = pools.state.shape
-    slot = jnp.where(rows.query_len > 0, rows.slot, slots - 1)
+    slot = rows.slot  # N for padding: not the last place, where others are kept behind it
     offset = jnp.arange(x.shape[0], dtype=jnp.int32) - rows.query_start[rows.token_row]  # in the token's row
     real = (offset >= 0) & (offset < rows.query_len[rows.token_row])
     inputs, z, b, a = jnp.split(
@@ -69,9 +69,9 @@ def run(
     else:
         state, o = _in_order(state, tokens, rows.token_row, real)
     last = real & (offset >= rows.query_len[rows.token_row] - TAPS)
-    where = jnp.where(last, slot[rows.token_row], slots - 1)
+    where = jnp.where(last, slot[rows.token_row], slots)  # out of range: dropped
     pools.state[...] = pools.state[...].at[layer, slot].set(state)
-    pools.conv[...] = pools.conv[...].at[layer, where, rows.token_position % TAPS].set(inputs)
+    pools.conv[...] = pools.conv[...].at[layer, where, rows.token_position % TAPS].set(inputs, mode="drop")
     o = o * jax.lax.rsqrt(jnp.mean(o * o, axis=-1, keepdims=True) + eps)
     o = o * of_layer(weights.norm, layer).astype(jnp.float32) * jax.nn.silu(z.reshape(o.shape))
     return jnp.where(real[:, None, None, None], o, 0.0).astype(x.dtype)

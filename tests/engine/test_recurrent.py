@@ -89,10 +89,11 @@ def test_states_lost_with_a_failed_step_are_begun_anew(engine, monkeypatch):
 
 @pytest.fixture(scope="module", params=["qwen3_next", pytest.param("qwen3_5", marks=pytest.mark.long)])
 def roomy(request):
-    """Copies of states every 16 tokens, in a pool with room for several conversations."""
+    """Copies of states every 16 tokens, of which the test needs all places, in a pool with room for conversations."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(build_module.STATE_TOKENS, "cpu", 16)
-        engine = build(GOLDEN / request.param, **OPTIONS | {"num_pages": 60, "max_num_batched_tokens": 64})
+        sizes = {"num_pages": 60, "max_num_batched_tokens": 64, "num_state_copies": 4}
+        engine = build(GOLDEN / request.param, **OPTIONS | sizes)
     yield engine
     engine.close()
 
@@ -117,11 +118,15 @@ def test_a_prefix_is_used_again_up_to_the_last_copy_of_its_state(roomy):
     fork = (*prompt[:40], 9, 9, 9, *prompt[43:])
     forked, cached = run("fork", fork)
     assert cached == 0  # nobody had stopped there
-    assert run("fork again", (*fork[:60], 1, 2))[1] == 32  # now somebody has
+    other_fork = (*fork[:60], 1, 2)
+    again, cached = run("fork again", other_fork)
+    assert cached == 32  # now somebody has, in the last of the places
     roomy._scheduler.clear_prefix_cache()
     assert run("cold turn", turn) == (following, 0)
     roomy._scheduler.clear_prefix_cache()
     assert run("cold fork", fork) == (forked, 0)
+    roomy._scheduler.clear_prefix_cache()
+    assert run("cold other fork", other_fork) == (again, 0)
 
 
 @pytest.mark.long

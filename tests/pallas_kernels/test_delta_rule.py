@@ -91,7 +91,7 @@ def expected(case: Case, arrays: Arrays) -> Stepped:
 
 def others(case: Case, arrays: Arrays) -> np.ndarray:
     """[L, N + 1]: slots that no row of the step has, but for slot N."""
-    found = np.ones((arrays.state_pool.shape[0], case.num_slots + 1), bool)
+    found = np.ones(arrays.state_pool.shape[:2], bool)
     found[LAYER, arrays.rows.slot] = False
     found[LAYER, case.num_slots] = False
     return found

@@ -102,6 +102,11 @@ def test_a_thought_may_come_before_any_form(grammars, tokenizer, form):
             assert found == (before in yes[begun]), (begun, before)
 
 
+def deep(levels: int) -> dict:
+    """A schema of objects within objects."""
+    return {"properties": {"a": deep(levels - 1)}} if levels else {"type": "string"}
+
+
 @pytest.mark.parametrize(
     ("form", "problem"),
     [
@@ -129,6 +134,8 @@ def test_a_thought_may_come_before_any_form(grammars, tokenizer, form):
         ({"grammar": "start: <|none|>"}, "<|none|>"),
         ({"grammar": "nonsense"}, "cannot be read"),
         ({"choice": ["x" * MAX_GRAMMAR_CHARS]}, f"at most {MAX_GRAMMAR_CHARS}"),
+        ({"choice": [f"c{i}" for i in range(2500)]}, "there are 2500 options; at most 1500"),
+        ({"json": deep(150)}, "the schema cannot be read: recursion limit exceeded"),
     ],
 )
 def test_what_cannot_be_enforced_is_refused_with_its_name(tokenizer, form, problem):
