@@ -80,8 +80,8 @@ def test_key_certificate_responses_and_log_work_with_any_number_of_front_ends(se
             response_id = msgspec.json.decode(next(lines).removeprefix("data: "))["response"]["id"]
             cancelled = clients[-1].post(f"/v1/responses/{response_id}/cancel")
             events = [line for line in lines if line.startswith("event: ")]
-        if cancelled.status_code == 200 and cancelled.json()["status"] != "incomplete":  # else it had ended before
-            assert cancelled.json()["status"] == "cancelled"
+        if cancelled.status_code == 200:  # it may have ended by itself meanwhile
+            assert cancelled.json()["status"] in ("cancelled", "incomplete", "completed")
         else:
             assert "there is nothing to cancel" in cancelled.text
         assert events[-1] in ("event: response.incomplete", "event: response.completed")
