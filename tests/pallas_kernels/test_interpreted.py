@@ -12,22 +12,24 @@ from tests.pallas_kernels.kernel_checks import assert_right, of_every_case
 from tests.pallas_kernels.route_limits import REFUSED, TAKEN
 
 TOLERANCE = 2e-6
+LIMIT_S = 1800
+"""Of an op in the interpreter, or of all calls that are compiled: minutes on two cores that do other work, too."""
 
-pytestmark = [pytest.mark.long, pytest.mark.capture, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.long, pytest.mark.capture, pytest.mark.timeout(LIMIT_S)]
 
 
 @pytest.fixture(scope="module")
 def interpreted():
     """By op, check and route."""
     return functools.cache(
-        lambda op: environment.run("tests/pallas_kernels/check_kernels.py", op, TRITON_INTERPRET="1")
+        lambda op: environment.run("tests/pallas_kernels/check_kernels.py", op, timeout_s=LIMIT_S, TRITON_INTERPRET="1")
     )
 
 
 @pytest.fixture(scope="module")
 def reasons():
     """By the name of a call why its route refused it."""
-    return environment.run("tests/pallas_kernels/route_limits.py")
+    return environment.run("tests/pallas_kernels/route_limits.py", timeout_s=LIMIT_S)
 
 
 @of_every_case
