@@ -78,10 +78,11 @@ def logits(builder: StepBuilder) -> list[np.ndarray]:
     state = cache.zeros(builder.abstract_state)
     found = []
     for plan, bucket in zip(PLANS, reversed(BUCKETS), strict=True):
-        packed = np.zeros(builder.abstract_inputs.shape, np.int32)
+        place = builder.abstract_rows if bucket.decode else builder.abstract_inputs
+        packed = np.zeros(place.shape, np.int32)
         used = inputs.pack(plan, bucket, page_size=PAGE_SIZE, num_slots=NUM_SLOTS)
         packed[: len(used)] = used
-        staged = jax.device_put(packed, builder.abstract_inputs.sharding)
+        staged = jax.device_put(packed, place.sharding)
         state = lower_step(builder, params, bucket).compile()(params, state, staged)
         found.append(np.asarray(state.logits))
     return found
