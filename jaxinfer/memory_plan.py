@@ -48,6 +48,7 @@ def plan_memory(config: EngineConfig) -> list[MemoryPart]:
     sized, tiers = size_memory(config, builder, temp_bytes)
     shape = sized.shape
     state = builder.abstract_state
+    recurrent = shard_bytes([a for a in (state.recurrent, state.conv) if a is not None])
     penalties = sum(a.size * a.dtype.itemsize for a in (state.output_counts, state.in_prompt, state.logit_bias))
     logits = state.logits.size * state.logits.dtype.itemsize
     page_bytes = cache.page_bytes(state)
@@ -62,8 +63,11 @@ def plan_memory(config: EngineConfig) -> list[MemoryPart]:
         ),
         MemoryPart("logits", logits, f"of {shape.num_slots} sequences, {shape.vocab_rows:,} tokens, in float32"),
         MemoryPart("penalties and biases", penalties, f"of {shape.num_slots} sequences"),
-        MemoryPart("page tables and sampling", cache.slot_bytes(state) - logits - penalties),
+        MemoryPart("page tables and sampling", cache.slot_bytes(state) - logits - penalties - recurrent),
     ]
+    if recurrent:
+        detail = f"of {shape.num_slots} sequences, and {shape.num_states} copies for the prefix cache"
+        parts.insert(2, MemoryPart("recurrent states", recurrent, detail))
     if builder.platform == "gpu":
         largest = f"of the largest step, {builder.buckets[-1]}"
         parts.append(MemoryPart("temporaries", temp_bytes(sized), largest))

@@ -98,6 +98,15 @@ def test_default_model_is_found(capsys):
     assert "smollm2-135m: LlamaForCausalLM, gguf" in out
 
 
+def test_recurrent_states_are_told_apart_from_what_every_slot_has():
+    config = EngineConfig(model=str(GOLDEN.parent / "qwen3_5"), num_pages=8, max_num_seqs=2, num_state_copies=3)
+    parts = {part.name: part for part in memory_plan.plan_memory(config)}
+    # Six layers of 2 x 2 matrices of 16 x 16, and 4 inputs of 2 x 64 channels; 2 slots, one for padding, 3 copies.
+    assert parts["recurrent states"].num_bytes == 4 * 6 * (2 * 2 * 16 * 16 + 4 * 2 * 64) * 6
+    assert parts["recurrent states"].detail == "of 2 sequences, and 3 copies for the prefix cache"
+    assert parts["page tables and sampling"].num_bytes < 10_000
+
+
 def test_weights_that_memory_does_not_hold_are_a_fault(monkeypatch):
     monkeypatch.setattr(doctor, "_device_memory", lambda _: 1000)
     report = doctor.examine(EngineConfig(model=str(GOLDEN)))

@@ -141,11 +141,6 @@ class Journal:
         """Whether no checkpoint has failed."""
         return self._error is None
 
-    @property
-    def is_done(self) -> bool:
-        """Whether the output has its name."""
-        return self._state.written and not _beside(self._output, ".partial").exists()
-
     def append(self, line: bytes, counts: Counts, iterator: dict[str, Any]) -> None:
         """The next row of the output; it counts with the next checkpoint."""
         with self._appending:

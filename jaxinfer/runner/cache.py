@@ -151,13 +151,6 @@ def token_bytes(cache: CacheShape, dtype: jnp.dtype) -> int:
     return 2 * cache.num_layers * cache.num_kv_heads * cache.head_width * jnp.dtype(dtype).itemsize
 
 
-def state_bytes(recurrent: RecurrentShape) -> int:
-    """Bytes of a sequence's recurrent state, or of a copy of it, over all layers and devices."""
-    r = recurrent
-    heads = r.num_layers * r.num_key_heads
-    return 4 * heads * (r.group * r.key_width * r.value_width + TAPS * r.channels)
-
-
 def slot_bytes(state: DeviceState) -> int:
     """Bytes of everything but the KV pages, of one device. `state`: arrays or their abstract values."""
     return shard_bytes(state.replace(k_pages=None, v_pages=None))
