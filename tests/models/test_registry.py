@@ -1,8 +1,12 @@
 """A config that no model implements is refused, with every reason."""
 
+import re
+
 import numpy as np
 import pytest
 
+from checkpoints import load, safetensors
+from checkpoints.source import CheckpointError
 from jaxinfer.models import registry, rope
 from jaxinfer.models.model import ModelError
 
@@ -19,6 +23,21 @@ from jaxinfer.models.model import ModelError
         ("llama", {"rope_scaling": {"rope_type": "longrope"}}, "RoPE type 'longrope' is not supported"),
         ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "lacks 'original_max_position_embeddings'"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; only 1 is implemented"),
+        (
+            "qwen3_next",
+            {"layer_types": ["linear_attention"] * 3 + ["sparse_attention"]},
+            "4 of linear_attention or",
+        ),
+        ("qwen3_next", {"layer_types": ["linear_attention"] * 4}, "no layer is full_attention; a model without any KV"),
+        (
+            "qwen3_next",
+            {"linear_num_value_heads": 3},
+            "linear_num_value_heads 3 is no multiple of linear_num_key_heads",
+        ),
+        ("qwen3_next", {"linear_conv_kernel_dim": 3}, "linear_conv_kernel_dim is 3; only 4 is implemented"),
+        ("qwen3_next", {"partial_rotary_factor": 2}, "partial_rotary_factor is 2; an even share of 32 channels"),
+        ("qwen3_moe", {"num_experts_per_tok": 9}, "num_experts_per_tok is 9, but there are 8 experts"),
+        ("qwen3_moe", {"mlp_only_layers": [3]}, r"mlp_only_layers is \[3\]; a list of layers below 3 is needed"),
         ("qwen3", {"head_dim": None}, "head_dim is None; a positive whole number is needed"),
         ("qwen3", {"attention_bias": True}, "attention_bias is True; only False is implemented"),
         ("llama", {"architectures": "LlamaForCausalLM"}, "architectures is 'LlamaForCausalLM'; a list of names is"),
@@ -50,3 +69,12 @@ def test_linear_scaling_divides_every_frequency():
     scaled = rope.from_config(16, 10000.0, {"rope_type": "linear", "factor": 4.0}, 256)
     np.testing.assert_allclose(np.array(scaled.inverse_frequencies) * 4, plain.inverse_frequencies)
     assert scaled.magnitude == plain.magnitude == 1.0
+
+
+def test_a_checkpoint_with_half_the_experts_missing_is_refused_with_their_names(golden):
+    expected = golden("qwen3_moe")
+    found = safetensors.open_folder(expected.folder).shapes()
+    model = registry.from_config(expected.config, found.keys())
+    kept = {name: shape for name, shape in found.items() if not re.search(r"experts\.[4-7]\.", name)}
+    with pytest.raises(CheckpointError, match=r"24 missing: model\.layers\.0\.mlp\.experts\.4\.gate_proj\.weight, "):
+        load.check_complete(load.wanted_tensors(model.specs), kept, model.ignored)
