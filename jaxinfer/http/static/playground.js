@@ -155,12 +155,12 @@ function showNumbers() {
     show(name, formatNumber(now[name]));
     charts[name].draw(past.values(name), now.at_s, formatNumber);
   }
-  showLatency("ttft", "firstToken", "median");
-  showLatency("between", "betweenTokens", "median");
+  showLatency("ttft", "firstToken");
+  showLatency("between", "betweenTokens");
   showCache(now);
   show(
     "totals",
-    `Since the start: ${formatNumber(now.finished)} answers, ${formatNumber(now.inputTokens)} tokens in, ` +
+    `Since the start: ${formatNumber(now.finished)} done, ${formatNumber(now.inputTokens)} tokens in, ` +
       `${formatNumber(now.outputTokens)} out.`,
   );
 }
@@ -200,10 +200,12 @@ element("stop").addEventListener("click", () => {
 });
 element("clear").addEventListener("click", clearChat);
 element("unlock").addEventListener("submit", useKey);
-element("settings").addEventListener("submit", (event) => event.preventDefault());
+element("fields").addEventListener("submit", (event) => event.preventDefault());
 document.addEventListener("keydown", (event) => {
   if (event.key === "Escape") chat.stop();
 });
+
+if (matchMedia("(max-width: 56rem)").matches) element("settings").open = false;
 
 // A tab that nobody sees asks for nothing.
 document.addEventListener("visibilitychange", () => document.hidden || poll());
