@@ -187,7 +187,8 @@ class Page:
 
     def text(self, selector: str) -> str:
         """The text that an element shows; empty where it is hidden."""
-        return self.evaluate(f"document.querySelector({json.dumps(selector)}).innerText")
+        find = f"const node = document.querySelector({json.dumps(selector)})"
+        return self.evaluate(f"(() => {{ {find}; return node.checkVisibility() ? node.innerText : ''; }})()")
 
     def wait_for(self, condition: str, timeout_s: float = WAIT_S) -> None:
         """Until the expression is true. BrowserError, with what the page shows, where it never is."""
