@@ -20,6 +20,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from chromium import Chromium, Page, find_chromium
 
@@ -33,17 +34,23 @@ STORY = "Tell me a long story about a lighthouse keeper who finds a letter in a 
 ANSWER_WAIT_S = 120.0
 
 
+class Picture(NamedTuple):
+    png: bytes
+    text: str
+    """All that it shows."""
+
+
 def shoot(
     browser: Chromium, url: str, end_server: Callable[[], object], *, num_clients: int, load_s: float
-) -> tuple[Page, list[bytes]]:
-    """The page, and the three pictures as PNG. Ends the server.
+) -> tuple[Page, list[Picture]]:
+    """The page, and the three pictures. Ends the server.
 
     num_clients: more than the server has slots, so that some wait. load_s: how long they are watched, in seconds.
     """
     page = browser.open(f"{url}/", width=1280, height=760)
     page.wait_for("document.querySelector('#state').textContent === 'ready'")
-    page.wait_for("document.querySelector('#running').textContent === '0'")
-    pictures = [page.screenshot()]
+    page.wait_for("document.querySelector('#output').textContent === '0'")
+    pictures = [take(page)]
     page.evaluate("document.querySelector('#temperature').value = '0'")
     with clients(url, num_clients):
         page.wait_for("Number(document.querySelector('#waiting').textContent) > 0", ANSWER_WAIT_S)
@@ -52,11 +59,15 @@ def shoot(
         page.wait_for(f"performance.now() > {1000 * load_s}", ANSWER_WAIT_S + load_s)
         ask(page, STORY)
         page.wait_for("document.querySelector('.running .text')?.textContent.length > 80", ANSWER_WAIT_S)
-        pictures.append(page.screenshot())
+        pictures.append(take(page))
         end_server()
     page.wait_for("document.querySelector('.failure') !== null && document.body.classList.contains('stale')")
-    pictures.append(page.screenshot())
+    pictures.append(take(page))
     return page, pictures
+
+
+def take(page: Page) -> Picture:
+    return Picture(page.screenshot(), page.text("body"))
 
 
 def ask(page: Page, question: str) -> None:
@@ -138,8 +149,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:
         end_server()
     for name, picture in zip(NAMES, pictures, strict=True):
-        (args.out / name).write_bytes(picture)
-        print(f"{args.out / name}: {len(picture)} bytes")
+        (args.out / name).write_bytes(picture.png)
+        print(f"{args.out / name}: {len(picture.png)} bytes")
     return 0
 
 

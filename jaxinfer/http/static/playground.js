@@ -131,6 +131,7 @@ async function poll() {
   } catch (error) {
     showState("bad", error instanceof TypeError || error.name === "TimeoutError" ? "no answer" : error.message);
     document.body.classList.add("stale");
+    show("numbers-title", "Last numbers");
   } finally {
     isPolling = false;
   }
@@ -144,12 +145,14 @@ function showState(kind, text) {
 function showNumbers() {
   const now = past.last;
   document.body.classList.remove("stale");
+  show("numbers-title", "Live");
   show("model", now.model);
   document.title = `${now.model} · jaxinfer`;
   for (const [name, counter] of [["output", "outputTokens"], ["input", "inputTokens"]]) {
     const rate = past.rate(counter, RATE_WINDOW_S);
     show(name, rate === null ? "–" : formatNumber(rate));
-    charts[name].draw(past.rates(counter), now.at_s, formatNumber);
+    const peak = charts[name].draw(past.rates(counter), now.at_s, formatNumber);
+    show(`${name}-peak`, peak > 0 ? `peak ${formatNumber(peak)}` : "");
   }
   for (const name of ["running", "waiting"]) {
     show(name, formatNumber(now[name]));
@@ -176,7 +179,7 @@ function showCache(now) {
   show("pages", formatShare(now.pagesUsed));
   element("pages-meter").value = now.pagesUsed;
   const used = Math.round(now.pagesUsed * now.numPages);
-  show("pages-note", `${formatNumber(used)} of ${formatNumber(now.numPages)} pages; ${formatNumber(now.pagesKept)} kept`);
+  show("pages-note", `${formatNumber(used)} of ${formatNumber(now.numPages)} pages; ${formatNumber(now.pagesKept)} cached`);
   if (!now.hasPrefixCache) {
     show("hits", "off");
     return show("hits-note", "no prefix cache");
