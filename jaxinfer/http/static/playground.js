@@ -152,7 +152,7 @@ function showNumbers() {
     const rate = past.rate(counter, RATE_WINDOW_S);
     show(name, rate === null ? "–" : formatNumber(rate));
     const peak = charts[name].draw(past.rates(counter), now.at_s, formatNumber);
-    show(`${name}-peak`, peak > 0 ? `peak ${formatNumber(peak)}` : "");
+    show(`${name}-peak`, peak > 0 ? `(peak ${formatNumber(peak)})` : "");
   }
   for (const name of ["running", "waiting"]) {
     show(name, formatNumber(now[name]));
