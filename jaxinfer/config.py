@@ -222,7 +222,9 @@ class ServerConfig:
     None: 1 where the process may use fewer than 8 cores, 2 from 8 on, 4 from 16 on. With 1, HTTP is served in the
     process that was started."""
     api_keys: Sequence[str] = dataclasses.field(default=(), repr=False)
-    """Keys of which a client must show one; /health, /ping, /ready and /metrics ask for none. Empty: all may ask."""
+    """Keys of which a client must show one. Empty: all may ask.
+
+    /health, /ping, /ready, /metrics and the files of the page at / ask for none."""
     allow_public_without_key: bool = False
     """Whether an address that other machines reach may be served without api_keys."""
     allowed_origins: Sequence[str] = ()

@@ -70,6 +70,9 @@ body='{"messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 4,
 reply=$(curl -sS --fail "$url/v1/chat/completions" -H 'Content-Type: application/json' -d "$body")
 [[ $reply == *'"completion_tokens":4'* ]] || fail "the server answered $reply"
 curl -sS --fail "$url/v1/files" -F purpose=batch -F file=@in.jsonl >/dev/null
+page=$(curl -sS --fail "$url/")
+[[ $page == *static/playground.js* ]] || fail "the page at $url/ is $page"
+curl -sS --fail "$url/static/playground.js" >/dev/null
 kill $server
 wait $server || fail "the server ended with status $?"
 trap - EXIT

@@ -17,14 +17,15 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from jaxinfer.config import ServerConfig
+from jaxinfer.http import playground
 from jaxinfer.http.bodies import send_problem
 from jaxinfer.http.errors import HttpError, problem_at
 from jaxinfer.http.guard import Message, Receive, Send
 
 access_logger = logging.getLogger("jaxinfer.access")
 
-OPEN_PATHS = frozenset({"/health", "/healthz", "/ping", "/ready", "/readyz", "/metrics"})
-"""Asked by load balancers and dashboards, which have no key."""
+OPEN_PATHS = frozenset({"/health", "/healthz", "/ping", "/ready", "/readyz", "/metrics"}) | playground.PATHS
+"""Asked by load balancers and dashboards, which have no key, and by a browser before its user has given it one."""
 MAX_LOGGED_BYTES = 2048
 """Of a request's body, where prompts are logged."""
 

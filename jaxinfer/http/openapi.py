@@ -90,6 +90,8 @@ OPERATIONS: Mapping[str, Mapping[str, Operation]] = {
     **dict.fromkeys(("/ready", "/readyz"), {"GET": _READY}),
     "/version": {"GET": Operation("The server's version", ("version",))},
     "/metrics": {"GET": Operation("Metrics for Prometheus", "text/plain")},
+    "/": {"GET": Operation("The page: a chat box and live numbers", "text/html")},
+    "/static/{name}": {"GET": Operation("A file of the page", "*/*")},
     PATH: {"GET": Operation("This document", ("openapi", "info", "paths", "components"))},
 }
 """By path, without the kinds of its parameters, and by method. A route that is not here cannot be documented."""

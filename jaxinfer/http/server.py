@@ -28,6 +28,7 @@ from jaxinfer.http.http_metrics import HttpMetrics
 from jaxinfer.http.messages import MessagesEndpoint
 from jaxinfer.http.metrics import CONTENT_TYPE, ServerMetrics
 from jaxinfer.http.openapi import openapi_route
+from jaxinfer.http.playground import playground_routes
 from jaxinfer.http.pooling import pooling_routes
 from jaxinfer.http.prompts import PromptMaker
 from jaxinfer.http.response_store import ResponseStore
@@ -119,6 +120,7 @@ def create_app(
         *(Route(path, frontend.ready) for path in ("/ready", "/readyz")),
         Route("/version", frontend.version),
         Route("/metrics", frontend.show_metrics),
+        *playground_routes(asks_for_key=bool(config.api_keys)),
     ]
     routes.append(openapi_route(routes, installed_version()))
     app = App(frontend, routes, config, http_metrics)

@@ -2,11 +2,13 @@
 
 import dataclasses
 import json
+import os
 import time
 
 import httpx
 import openai
 import pytest
+from chromium import Chromium, find_chromium
 
 from jaxinfer.config import ServerConfig
 from jaxinfer.http.run import ServerThread, bind, in_this_process, url_of
@@ -16,6 +18,8 @@ from tests.http.fake_engine import FakeEngine
 from tests.http.tiny_tokenizer import make_tokenizer
 
 ANY_PORT = ServerConfig(port=0)
+READY = "document.querySelector('#state').textContent === 'ready'"
+"""What the page at / shows once it has found its server."""
 
 
 class Server:
@@ -130,3 +134,35 @@ def own_server(text_parts):
     yield make
     for server in made:
         server.close()
+
+
+@pytest.fixture(scope="session")
+def chromium():
+    command = find_chromium()
+    if command is None:
+        # Where a browser is asked for by name, as CI does, its absence is a failure.
+        missing = pytest.fail if "JAXINFER_CHROMIUM" in os.environ else pytest.skip
+        missing(f"no Chromium: {os.environ.get('JAXINFER_CHROMIUM', 'the package chromium')} is not installed")
+    with Chromium(command) as browser:
+        yield browser
+
+
+@pytest.fixture
+def browse(chromium):
+    """Opens pages of one test; at its end none may have complained, or asked another server for anything."""
+    opened = []
+
+    def browse(server, ready=READY, **settings):
+        page = chromium.open(f"{server.url}/", **settings)
+        page.wait_for(ready)
+        page.expected_failures = []
+        opened.append((server.url, page))
+        return page
+
+    yield browse
+    for url, page in opened:
+        page.evaluate("1")  # what happened until now has been told
+        assert page.complaints == []
+        assert [asked for asked in page.requests if not asked.startswith(f"{url}/")] == []
+        unexpected = [line for line in page.failed_loads if not any(part in line for part in page.expected_failures)]
+        assert unexpected == []

@@ -127,7 +127,7 @@ def test_wrong_type_is_400_with_the_path(server, body, param):
 # Routes, models, sizes
 
 
-@pytest.mark.parametrize("path", ["/", "/v1", "/v1/nothing", "/v1/completions/", "/V1/completions"])
+@pytest.mark.parametrize("path", ["/static", "/v1", "/v1/nothing", "/v1/completions/", "/V1/completions"])
 def test_unknown_route_is_404(server, path):
     error_of(server.http.get(path), 404, "route_not_found")
     assert path in error_of(server.http.post(path, json={}), 404, "route_not_found")["message"]
