@@ -87,6 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     serve = command("serve", _serve, "Serve a model as OpenAI's HTTP API.")
     _add_engine(serve)
     _add_server(serve)
+    ray_flags.add(serve)
     generate = command("generate", _generate, "Complete a prompt, or answer it as a chat message.")
     _add_engine(generate)
     _add_sampling(generate)
@@ -275,7 +276,8 @@ def _serve(args: argparse.Namespace) -> None:
             server["chat_template"] = file.read()
     from jaxinfer import serving
 
-    serving.serve(host=args.host, port=args.port, server=server, **_engine_options(args))
+    cluster = ray_flags.given(args)
+    serving.serve(host=args.host, port=args.port, server=server, ray=cluster, **_engine_options(args))
 
 
 def _batch(args: argparse.Namespace) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import dataclasses
 import hashlib
-import importlib.util
 import json
 import os
 import time
@@ -28,7 +27,7 @@ from jaxinfer.batch.sources import Rows, find_duplicates, open_rows
 from jaxinfer.build import REFUSALS as ENGINE_REFUSALS
 from jaxinfer.build import build_engine
 from jaxinfer.cluster.config import RayConfig
-from jaxinfer.config import DEFAULT_MODEL, ConfigError, EngineConfig, ServerConfig
+from jaxinfer.config import DEFAULT_MODEL, EngineConfig, ServerConfig
 from jaxinfer.engine.driven import DrivenEngine
 from jaxinfer.found import Found, find_model
 from jaxinfer.http.counters import Counters
@@ -79,7 +78,7 @@ def run_batch(
     Raises BatchError where input, model or parameters are not those that it began with, where another process is at
     work on it, where the output cannot be written, and where the cluster cannot go on.
     """
-    cluster = None if ray is None else _ray_config(ray)
+    cluster = None if ray is None else RayConfig.of(ray)
     config, batch_config = EngineConfig(model=model, **options), BatchConfig(**(job or {}))
     path = _shard_path(Path(output), batch_config)
     finish = finisher(path)
@@ -155,13 +154,6 @@ def make_maker(engine: EngineHandle, found: Found, batch_config: BatchConfig, fa
     )
     prompts = PromptMaker(engine, found.tokenizer, template, server_config)
     return RowMaker(prompts, ServerMetrics(prompts.model_names[0], Counters(), engine.info), facts)
-
-
-def _ray_config(ray: Mapping[str, Any]) -> RayConfig:
-    """ConfigError where Ray is not installed: before anything slow."""
-    if importlib.util.find_spec("ray") is None:
-        raise ConfigError("ray is given, and Ray is not installed: pip install 'jaxinfer[ray]'")
-    return RayConfig(**ray)
 
 
 async def _drive(job: Job, engine: DrivenEngine) -> None:

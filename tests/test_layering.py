@@ -79,6 +79,7 @@ MAY_IMPORT = {
         "jaxinfer.http",
         "jaxinfer.engine",
         "jaxinfer.frontend",
+        "jaxinfer.cluster",
     ),
     "jaxinfer.kv_tiers": ("checkpoints", "jaxinfer.config", "jaxinfer.params", "jaxinfer.runner"),
     "jaxinfer.build": PACKAGES,  # the half of api that makes the parts
@@ -96,6 +97,24 @@ MAY_IMPORT = {
         "jaxinfer.engine",
         "jaxinfer.found",
         "jaxinfer.offline",
+        "jaxinfer.types",
+    ),
+    "jaxinfer.cluster.calls": ("jaxinfer.http",),
+    "jaxinfer.cluster.replicas": (
+        "jaxinfer.config",
+        "jaxinfer.cluster",
+        "jaxinfer.engine.process",
+        "jaxinfer.found",
+        "jaxinfer.http",
+        "jaxinfer.serving",
+        "jaxinfer.text",
+        "jaxinfer.types",
+    ),
+    "jaxinfer.cluster.serving": (
+        "jaxinfer.config",
+        "jaxinfer.cluster",
+        "jaxinfer.found",
+        "jaxinfer.http",
         "jaxinfer.types",
     ),
     "jaxinfer.doctor": PACKAGES,  # reports on every part
@@ -176,6 +195,7 @@ INSIDE_FUNCTIONS = {
     ("jaxinfer.agent_flags", "jaxinfer"): "as for the command line",
     ("jaxinfer.batch_flags", "jaxinfer"): "as for the command line",
     ("jaxinfer.offline", "jaxinfer"): "only jobs on a cluster need it, and the extra ray installs what it needs",
+    ("jaxinfer.serving", "jaxinfer"): "as for jobs",
     ("jaxinfer.cli", "jaxinfer"): "takes 1.5 s with JAX, for which --help, wrong usage and serve need not wait",
 }
 

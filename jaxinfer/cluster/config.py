@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
+from collections.abc import Mapping
+from typing import Any, Self
 
 from jaxinfer.config import ConfigError
 
@@ -45,3 +48,10 @@ class RayConfig:
         _check(self.rows_per_task >= 1, f"rows_per_task is {self.rows_per_task}; it must be at least 1")
         _check(self.max_restarts >= 0, f"max_restarts is {self.max_restarts}; it must be at least 0")
         _check(self.address != "", "address is empty; give one, or leave it out")
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> Self:
+        """From its fields. ConfigError where Ray is not installed, too: before anything slow."""
+        if importlib.util.find_spec("ray") is None:
+            raise ConfigError("engines are asked for on a cluster, and Ray is not installed: pip install jaxinfer[ray]")
+        return cls(**fields)

@@ -28,11 +28,11 @@ def connected(config: RayConfig) -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
+    # Of a cluster that is started here, the dashboard is left out: it would take a port and a second.
+    has_dashboard = None if config.address else False
     try:
-        # Of a cluster that is started here, its dashboard is left out: it would take a port and a second.
-        ray.init(address=config.address, include_dashboard=None if config.address else False, log_to_driver=True,
-                 logging_level=logging.WARNING)  # fmt: skip
-    except (ConnectionError, ValueError, RuntimeError) as error:
+        ray.init(address=config.address, include_dashboard=has_dashboard, logging_level=logging.WARNING)
+    except Exception as error:  # of no class in common, and of none at all where a part of Ray did not start in time
         raise ConfigError(f"no Ray cluster at {config.address or 'this machine'}: {error}") from error
     try:
         yield

@@ -20,6 +20,8 @@ from tests.batch.test_kill import FLAGS, make_rows, progress, same_output
 
 pytest.importorskip("ray", reason="Ray is not installed; the extra 'ray' has it")
 RAY = ("--ray", "--ray-workers", "2", "--no-progress")
+PATIENT = {"RAY_raylet_start_wait_time_s": "120"}
+"""Ray gives its own processes 30 s to start, which a machine with other work may not."""
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +39,8 @@ def command(source: Path, output: Path, model: str, cache: Path, *flags: str) ->
     return ["batch", *paths, *FLAGS, *flags]
 
 
-def run(*args, **changes) -> None:
-    done = run_cli(*command(*args), timeout_s=280, **changes)
+def run(*args) -> None:
+    done = run_cli(*command(*args), timeout_s=280, **PATIENT)
     assert done.returncode == 0, done.stderr
 
 
@@ -48,7 +50,7 @@ def started(*args):
     process = subprocess.Popen(
         [sys.executable, "-m", "jaxinfer.cli", *command(*args)],
         cwd=ROOT,
-        env=environment(),
+        env=environment(**PATIENT),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
@@ -132,7 +134,7 @@ def test_a_job_begun_on_a_cluster_goes_on_without_it_and_the_reverse(model, cach
 def test_an_input_that_an_engine_sees_otherwise_and_a_cluster_without_room_are_refused(model, cache, tmp_path):
     source = write_lines(tmp_path / "in.jsonl", make_rows(3))
     output = tmp_path / "out.jsonl"
-    done = run_cli(*command(source, output, model, cache, "--ray", "--ray-workers", "4000"), timeout_s=200)
+    done = run_cli(*command(source, output, model, cache, "--ray", "--ray-workers", "4000"), timeout_s=200, **PATIENT)
     assert done.returncode == 1
     assert "4000 engines of 0 GPUs and 1 cores each do not fit into a cluster of 0 GPUs" in done.stderr
     code = (
@@ -146,7 +148,12 @@ def test_an_input_that_an_engine_sees_otherwise_and_a_cluster_without_room_are_r
     other = write_lines(tmp_path / "other.jsonl", make_rows(4))
     args = [str(source), str(output), model, str(other), str(cache)]
     done = subprocess.run(
-        [sys.executable, "-c", code, *args], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=280
+        [sys.executable, "-c", code, *args],
+        cwd=ROOT,
+        env=environment(**PATIENT),
+        capture_output=True,
+        text=True,
+        timeout=280,
     )
     assert done.returncode == 1
     assert "was begun otherwise: input was" in done.stderr
