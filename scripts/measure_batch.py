@@ -199,7 +199,8 @@ def measure_job(args: argparse.Namespace, rows: Path, folder: Path, left_s: floa
         print(f"the job ended with status {process.returncode} before it could be measured", file=sys.stderr)
         return None
     if "cut" not in figures:
-        figures["failed"] = sum('"error":null' not in line for line in (folder / "out.jsonl").open())
+        with (folder / "out.jsonl").open() as lines:
+            figures["failed"] = sum('"status_code":200' not in line for line in lines)
     return figures
 
 

@@ -80,7 +80,7 @@ def run_rows(
         dataset = ray.data.from_items(tasks, override_num_blocks=len(tasks)).map_batches(
             RowWorker,
             fn_constructor_kwargs=given,
-            batch_size=None,
+            batch_size=1,  # task: with none Ray Data refuses GPUs
             compute=ActorPoolStrategy(
                 size=workers.num_workers,
                 max_tasks_in_flight_per_actor=in_flight,

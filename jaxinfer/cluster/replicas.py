@@ -182,6 +182,8 @@ class FrontDoor:
                     for message in messages:
                         if message["type"] == "http.response.start":
                             is_stream = any(b"event-stream" in value for _, value in message["headers"])
+                            # Of what the replica took from the request Ray's proxy tells the client itself.
+                            message["headers"] = [one for one in message["headers"] if one[0] != b"x-request-id"]
                         begun = True
                         await send(message)
                 return

@@ -185,3 +185,32 @@ def test_two_thousand_rows_of_the_default_model_killed_ten_times_are_each_writte
     lines = read_lines(output)
     assert [line["custom_id"] for line in lines] == [f"row-{i}" for i in range(2000)], f"seed {seed}"
     assert all(line["response"]["status_code"] == 200 for line in lines)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_a_disk_that_fills_up_ends_the_job_with_what_to_do_and_with_room_it_goes_on(tmp_path):
+    """A file system of 128 KiB for the output, which takes 200 rows of 600 bytes, and then one of 4 MiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", str(disk)], capture_output=True).returncode:
+        pytest.skip("this user cannot mount a small file system")
+    try:
+        model, cache = str(save_tiny_model(tmp_path / "model")), tmp_path / "cache"
+        source = write_lines(tmp_path / "in.jsonl", make_rows(600))
+        whole, output = tmp_path / "whole.jsonl", disk / "out.jsonl"
+        run_to_end(source, whole, model, cache)
+        args = {"cwd": ROOT, "env": job_environment(model), "capture_output": True, "text": True, "timeout": 120}
+        for _ in range(2):  # run again without room, it says so again, and loses nothing
+            done = subprocess.run(command(source, output, model, cache), **args)
+            assert done.returncode == 1
+            last = done.stderr.strip().splitlines()[-1]
+            assert "out.jsonl cannot be written (No space left on device)" in last
+            assert "rows are safe: make room, and run the same job again to go on" in last
+            assert 0 < progress(output) < 600
+            assert not output.exists()
+        subprocess.run(["mount", "-o", "remount,size=4m", str(disk)], check=True)
+        run_to_end(source, output, model, cache)
+        same_output(output, whole)
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)

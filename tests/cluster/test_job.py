@@ -130,34 +130,54 @@ def test_a_job_begun_on_a_cluster_goes_on_without_it_and_the_reverse(model, cach
     ]
 
 
-@pytest.mark.timeout(300)
-def test_an_input_that_an_engine_sees_otherwise_and_a_cluster_without_room_are_refused(model, cache, tmp_path):
-    source = write_lines(tmp_path / "in.jsonl", make_rows(3))
+OTHER_INPUT = """
+import sys
+import ray
+import jaxinfer
+from jaxinfer.cluster import job
+
+source, output, model, other, cache = sys.argv[1:]
+ray.init(num_cpus=2, num_gpus=2, include_dashboard=False)
+options = dict(max_num_seqs=4, max_num_batched_tokens=64, page_size=8, compile_cache_dir=cache, show_progress=False)
+result = jaxinfer.run_batch(source, output, model, ray={"num_gpus": 2}, **options)
+print(result.num_rows, ray.is_initialized(), flush=True)
+real = job.run_rows
+job.run_rows = lambda config, batch_config, ray_config, source, *rest: real(
+    config, batch_config, ray_config, other, *rest
+)
+jaxinfer.run_batch(source, output, model, ray={}, restart=True, **options)
+"""
+
+
+@pytest.mark.timeout(600)
+def test_an_engine_that_sees_another_input_ends_the_job_and_a_cluster_with_gpus_gives_each_its_own(
+    model, cache, tmp_path
+):
+    """The GPUs are in Ray's books alone."""
+    source, other = (write_lines(tmp_path / f"{count}.jsonl", make_rows(count)) for count in (70, 71))
     output = tmp_path / "out.jsonl"
-    done = run_cli(*command(source, output, model, cache, "--ray", "--ray-workers", "4000"), timeout_s=200, **PATIENT)
-    assert done.returncode == 1
-    assert "4000 engines of 0 GPUs and 1 cores each do not fit into a cluster of 0 GPUs" in done.stderr
-    code = (
-        "import sys; from jaxinfer.cluster import job; import jaxinfer; real = job.run_rows\n"
-        "def other(config, batch_config, ray_config, source, *rest):\n"
-        "    real(config, batch_config, ray_config, sys.argv[4], *rest)\n"
-        "job.run_rows = other\n"
-        "jaxinfer.run_batch(sys.argv[1], sys.argv[2], sys.argv[3], ray={'num_workers': 1}, show_progress=False,"
-        "                   max_num_seqs=4, max_num_batched_tokens=64, page_size=8, compile_cache_dir=sys.argv[5])"
-    )
-    other = write_lines(tmp_path / "other.jsonl", make_rows(4))
-    args = [str(source), str(output), model, str(other), str(cache)]
+    args = [str(path) for path in (source, output, model, other, cache)]
     done = subprocess.run(
-        [sys.executable, "-c", code, *args],
+        [sys.executable, "-c", OTHER_INPUT, *args],
         cwd=ROOT,
         env=environment(**PATIENT),
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=500,
     )
+    assert done.stdout.splitlines()[:1] == ["70 True"], done.stderr
     assert done.returncode == 1
     assert "was begun otherwise: input was" in done.stderr
     assert json.loads((tmp_path / "out.jsonl.state").read_text())["counts"]["num_rows"] == 0
+
+
+@pytest.mark.timeout(300)
+def test_more_engines_than_the_cluster_has_room_for_are_refused(model, cache, tmp_path):
+    source = write_lines(tmp_path / "in.jsonl", make_rows(3))
+    args = command(source, tmp_path / "out.jsonl", model, cache, "--ray", "--ray-workers", "4000")
+    done = run_cli(*args, timeout_s=280, **PATIENT)
+    assert done.returncode == 1
+    assert "4000 engines of 0 GPUs and 1 cores each do not fit into a cluster of 0 GPUs" in done.stderr
 
 
 def test_settings_of_a_cluster_that_cannot_be_are_refused():
