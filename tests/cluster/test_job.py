@@ -40,7 +40,7 @@ def command(source: Path, output: Path, model: str, cache: Path, *flags: str) ->
 
 
 def run(*args) -> None:
-    done = run_cli(*command(*args), timeout_s=280, **PATIENT)
+    done = run_cli(*command(*args), timeout_s=500, **PATIENT)
     assert done.returncode == 0, done.stderr
 
 
@@ -80,7 +80,7 @@ def workers(pid: int) -> list[int]:
     return found
 
 
-def wait_until(condition, process, limit_s=200):
+def wait_until(condition, process, limit_s=500):
     end_s = time.monotonic() + limit_s
     while not condition():
         assert process.poll() is None, process.stderr.read()
@@ -88,7 +88,7 @@ def wait_until(condition, process, limit_s=200):
         time.sleep(0.02)
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_two_thousand_rows_are_the_same_when_a_worker_is_killed_in_the_middle(model, cache, tmp_path):
     source = write_lines(tmp_path / "in.jsonl", make_rows(2000))
     whole, output = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
@@ -100,14 +100,14 @@ def test_two_thousand_rows_are_the_same_when_a_worker_is_killed_in_the_middle(mo
         os.kill(killed[0], signal.SIGKILL)
         at = progress(output)
         assert at < 1800, "there was nothing left to do"
-        assert process.wait(300) == 0, process.stderr.read()
+        assert process.wait(500) == 0, process.stderr.read()
     same_output(output, whole)
     assert [line["custom_id"] for line in read_lines(output)] == [f"row-{i}" for i in range(2000)]
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_a_job_begun_on_a_cluster_goes_on_without_it_and_the_reverse(model, cache, tmp_path):
-    rows = make_rows(300)
+    rows = make_rows(1200)
     rows[7], rows[20] = '{"custom_id": "broken"', batch_row("row-3", prompt="again")
     rows[30] = batch_row("long", prompt="x" * 300)
     source, whole, output = write_lines(tmp_path / "in.jsonl", rows), tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
@@ -117,11 +117,11 @@ def test_a_job_begun_on_a_cluster_goes_on_without_it_and_the_reverse(model, cach
         wait_until(lambda: 30 < progress(output), process)
         process.kill()
     before = progress(output)
-    assert 30 < before < 300
+    assert 30 < before < 1200
     with started(source, output, model, cache, *shuffled) as process:
         wait_until(lambda: progress(output) > before + 20, process)
         process.kill()
-    assert before + 20 < progress(output) < 300
+    assert before + 20 < progress(output) < 1200
     run(source, output, model, cache, *RAY, *shuffled)
     same_output(output, whole)
     assert sorted(line["error"]["code"] for line in read_lines(output) if line["error"]) == [
@@ -149,7 +149,7 @@ jaxinfer.run_batch(source, output, model, ray={}, restart=True, **options)
 """
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_an_engine_that_sees_another_input_ends_the_job_and_a_cluster_with_gpus_gives_each_its_own(
     model, cache, tmp_path
 ):
@@ -171,11 +171,11 @@ def test_an_engine_that_sees_another_input_ends_the_job_and_a_cluster_with_gpus_
     assert json.loads((tmp_path / "out.jsonl.state").read_text())["counts"]["num_rows"] == 0
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_more_engines_than_the_cluster_has_room_for_are_refused(model, cache, tmp_path):
     source = write_lines(tmp_path / "in.jsonl", make_rows(3))
     args = command(source, tmp_path / "out.jsonl", model, cache, "--ray", "--ray-workers", "4000")
-    done = run_cli(*args, timeout_s=280, **PATIENT)
+    done = run_cli(*args, timeout_s=500, **PATIENT)
     assert done.returncode == 1
     assert "4000 engines of 0 GPUs and 1 cores each do not fit into a cluster of 0 GPUs" in done.stderr
 
