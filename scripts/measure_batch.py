@@ -78,7 +78,8 @@ class GpuUse:
         except OSError:
             self._process = None
             return self
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
         return self
 
     def _read(self) -> None:
@@ -90,7 +91,8 @@ class GpuUse:
     def __exit__(self, *_: object) -> None:
         if self._process is not None:
             self._process.terminate()
-            self._process.wait()
+            self._reader.join()
+            self._process.communicate()
 
     def share(self, start_s: float, end_s: float) -> float | None:
         """Mean over a time by the monotonic clock; None without samples in it."""

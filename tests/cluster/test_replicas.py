@@ -17,6 +17,8 @@ from tests.api.test_serve_process import children, environment, is_alive, save_t
 
 ray = pytest.importorskip("ray", reason="Ray is not installed; the extra 'ray' has it")
 
+pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own, in this process, of what others will remove
+
 LIMIT_S = 240
 """A replica's start takes a minute on a busy machine."""
 TINY = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "page_size": 8, "show_progress": False}
