@@ -10,8 +10,13 @@ from typing import NamedTuple
 
 import ray
 
-from jaxinfer.cluster.config import RayConfig
+from jaxinfer.cluster.config import MAX_WORKERS, RayConfig
 from jaxinfer.config import ConfigError, EngineConfig
+
+logger = logging.getLogger(__name__)
+
+MAX_STARTS = 3
+"""Tries of a cluster of this machine: Ray gives its own processes 30 s, which a busy machine may not."""
 
 
 class Share(NamedTuple):
@@ -28,12 +33,16 @@ def connected(config: RayConfig) -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
-    # Of a cluster that is started here, the dashboard is left out: it would take a port and a second.
-    has_dashboard = None if config.address else False
-    try:
-        ray.init(address=config.address, include_dashboard=has_dashboard, logging_level=logging.WARNING)
-    except Exception as error:  # of no class in common, and of none at all where a part of Ray did not start in time
-        raise ConfigError(f"no Ray cluster at {config.address or 'this machine'}: {error}") from error
+    for attempt in range(1, MAX_STARTS + 1):
+        try:
+            # Of a cluster that is started here, the dashboard is left out: it would take a port and a second.
+            has_dashboard = None if config.address else False
+            ray.init(address=config.address, include_dashboard=has_dashboard, logging_level=logging.WARNING)
+            break
+        except Exception as error:  # of no class in common, and of none where a part of Ray was not there in time
+            if attempt == MAX_STARTS or "timed out during startup" not in str(error):
+                raise ConfigError(f"no Ray cluster at {config.address or 'this machine'}: {error}") from error
+            logger.warning("Ray did not start (%s); trying again", error)
     try:
         yield
     finally:
@@ -49,7 +58,7 @@ def share(config: RayConfig, engine: EngineConfig) -> Share:
         num_gpus = float(num_devices(engine)) if cluster_gpus else 0.0
     limits = [cluster_gpus // num_gpus] if num_gpus else []
     limits += [cluster_cpus // config.num_cpus] if config.num_cpus else []
-    room = int(min(limits, default=math.inf if config.num_workers else 1))
+    room = int(min(limits, default=MAX_WORKERS))
     num_machines = sum(node["Alive"] for node in ray.nodes())
     wanted = config.num_workers or (room if num_gpus else min(room, num_machines))
     if not 1 <= wanted <= room:

@@ -62,6 +62,8 @@ def run_rows(
 ) -> None:
     """The rows that are not written yet, on the engines of a cluster. What is done is kept whatever happens.
 
+    source: the input, as `run_batch` takes it: what is no path is sent to every engine. max_rows_ahead counts for each
+    engine; what all of them have done and may not be written yet is held back by Ray Data, by the memory it takes.
     Raises BatchError where the cluster cannot go on, or where an engine's input or model is another one.
     """
     start, end = shard_range(num_rows, batch_config)

@@ -50,6 +50,8 @@ MAX_OPEN = 4096
 HEALTH_PERIOD_S, HEALTH_TIMEOUT_S = 2.0, 30.0
 """How often Serve asks whether a replica's engine lives, and how long it waits for the reply."""
 METRICS_TIMEOUT_S = 10.0
+LOGGING = {"log_level": "WARNING", "enable_access_log": False}
+"""Of Serve. The server's own access log is that of the plain one."""
 ROOMLESS = ("/v1/sessions", "/v1/files", "/v1/batches")
 """What would be on the disk of one replica."""
 
@@ -280,6 +282,7 @@ def application(config: EngineConfig, server_config: ServerConfig, share: Share)
         health_check_period_s=HEALTH_PERIOD_S,
         health_check_timeout_s=HEALTH_TIMEOUT_S,
         graceful_shutdown_timeout_s=server_config.drain_timeout_s + HEALTH_PERIOD_S,
+        logging_config=LOGGING,
         request_router_config=RequestRouterConfig(request_router_class=PrefixRouter),
     )
     door = serve.deployment(
@@ -287,6 +290,7 @@ def application(config: EngineConfig, server_config: ServerConfig, share: Share)
         name="FrontDoor",
         ray_actor_options={"num_cpus": 0},
         max_ongoing_requests=MAX_OPEN * share.num_workers,
+        logging_config=LOGGING,
         health_check_period_s=HEALTH_PERIOD_S,
     )
     return door.bind(replicas.bind(config, server_config), server_config.request_timeout_s)

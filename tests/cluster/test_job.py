@@ -20,8 +20,6 @@ from tests.batch.test_kill import FLAGS, make_rows, progress, same_output
 
 pytest.importorskip("ray", reason="Ray is not installed; the extra 'ray' has it")
 RAY = ("--ray", "--ray-workers", "2", "--no-progress")
-PATIENT = {"RAY_raylet_start_wait_time_s": "120"}
-"""Ray gives its own processes 30 s to start, which a machine with other work may not."""
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +38,7 @@ def command(source: Path, output: Path, model: str, cache: Path, *flags: str) ->
 
 
 def run(*args) -> None:
-    done = run_cli(*command(*args), timeout_s=500, **PATIENT)
+    done = run_cli(*command(*args), timeout_s=500)
     assert done.returncode == 0, done.stderr
 
 
@@ -50,7 +48,7 @@ def started(*args):
     process = subprocess.Popen(
         [sys.executable, "-m", "jaxinfer.cli", *command(*args)],
         cwd=ROOT,
-        env=environment(**PATIENT),
+        env=environment(),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
@@ -160,7 +158,7 @@ def test_an_engine_that_sees_another_input_ends_the_job_and_a_cluster_with_gpus_
     done = subprocess.run(
         [sys.executable, "-c", OTHER_INPUT, *args],
         cwd=ROOT,
-        env=environment(**PATIENT),
+        env=environment(),
         capture_output=True,
         text=True,
         timeout=500,
@@ -175,7 +173,7 @@ def test_an_engine_that_sees_another_input_ends_the_job_and_a_cluster_with_gpus_
 def test_more_engines_than_the_cluster_has_room_for_are_refused(model, cache, tmp_path):
     source = write_lines(tmp_path / "in.jsonl", make_rows(3))
     args = command(source, tmp_path / "out.jsonl", model, cache, "--ray", "--ray-workers", "4000")
-    done = run_cli(*args, timeout_s=500, **PATIENT)
+    done = run_cli(*args, timeout_s=500)
     assert done.returncode == 1
     assert "4000 engines of 0 GPUs and 1 cores each do not fit into a cluster of 0 GPUs" in done.stderr
 

@@ -28,7 +28,7 @@ TINY = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "page_size": 8, "show_p
 def server(tmp_path_factory):
     """Ray's processes inherit what the environment says, and the pytest process is their client."""
     before = dict(os.environ)
-    os.environ |= environment(RAY_raylet_start_wait_time_s="120", JAX_PLATFORMS="cpu")
+    os.environ |= environment(JAX_PLATFORMS="cpu")
     from jaxinfer import serve
 
     folder = tmp_path_factory.mktemp("replicas")
