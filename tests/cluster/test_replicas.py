@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from jaxinfer.config import ConfigError
-from tests.api.test_serve_process import children, environment, is_alive, save_tiny_model
+from tests.api.test_serve_process import environment, is_alive, save_tiny_model
 
 ray = pytest.importorskip("ray", reason="Ray is not installed; the extra 'ray' has it")
 
@@ -199,4 +199,3 @@ def test_nothing_is_left_once_the_server_is_shut_down(server):
     server.shutdown()
     wait_for(lambda: not any(is_alive(pid) for pid in pids), 60)
     assert not ray.is_initialized()
-    wait_for(lambda: not [pid for pid in children(os.getpid()) if is_alive(pid)], 60)
