@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -9,7 +10,7 @@ from typing import NamedTuple
 class Extent(NamedTuple):
     """What is known of a row before it runs."""
 
-    prompt_ids: tuple[int, ...]
+    prompt_ids: array[int]  # as it is: to copy those of 2,000 rows would take 40 ms, in which no step is planned
     max_tokens: int  # the most that it gives: what it is taken to be as long as
 
 
@@ -38,6 +39,6 @@ def _length(extent: Extent) -> int:
     return len(extent.prompt_ids) + extent.max_tokens
 
 
-def _begin_alike(one: tuple[int, ...], other: tuple[int, ...], page_size: int) -> bool:
+def _begin_alike(one: array[int], other: array[int], page_size: int) -> bool:
     needed = max(page_size, (min(len(one), len(other)) + 1) // 2)
     return min(len(one), len(other)) >= needed and one[:needed] == other[:needed]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import Coroutine
 from typing import Any, NamedTuple
 
@@ -98,4 +99,7 @@ def _success(row: Row, body: bytes) -> Answer:
 def extent(row: Row) -> Extent:
     """By its first sequence: the others have the same prompt."""
     request = row.generation.choices[0].request if row.generation is not None and row.generation.choices else None
-    return Extent((), 0) if request is None else Extent(tuple(request.prompt_ids), request.max_tokens)
+    if request is None:
+        return Extent(array("I"), 0)
+    ids = request.prompt_ids
+    return Extent(ids if isinstance(ids, array) else array("I", ids), request.max_tokens)
