@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from jaxinfer import agent_flags, plan_flags
+from jaxinfer import agent_flags, batch_flags, plan_flags, ray_flags
 from jaxinfer.agent_flags import API_KEY_VARIABLE
 from jaxinfer.config import (
     ACCESS_LOGS,
@@ -87,6 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     serve = command("serve", _serve, "Serve a model as OpenAI's HTTP API.")
     _add_engine(serve)
     _add_server(serve)
+    ray_flags.add(serve)
     generate = command("generate", _generate, "Complete a prompt, or answer it as a chat message.")
     _add_engine(generate)
     _add_sampling(generate)
@@ -103,7 +104,8 @@ def _parser() -> argparse.ArgumentParser:
     agent_flags.add(agent)
     batch = command("batch", _batch, "Answer every row of a file; run again, an interrupted job goes on.")
     _add_engine(batch)
-    _add_batch(batch)
+    batch_flags.add(batch)
+    ray_flags.add(batch)
     _add_sampling(batch)
     convert = command("convert", _convert, "Write a checkpoint as an Orbax store, which loads into any sharding.")
     convert.add_argument("model", help="folder, GGUF file, Hub id or alias")
@@ -226,25 +228,6 @@ def _add_access(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_batch(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("job")
-    group.add_argument("--input", required=True, help="JSONL, also gzipped, Parquet, Arrow, or a folder of such")
-    group.add_argument("--output", required=True, help="new file: .jsonl, .jsonl.gz or .parquet")
-    group.add_argument("--restart", action="store_true", help="begin anew, and delete what there is of the output")
-    group.add_argument("--job-seed", type=int, help="of rows that sample and give no seed (default 0)")
-    group.add_argument("--shuffle-seed", type=int, help="read and write the rows in a random order")
-    group.add_argument("--shard-index", type=int, help="part of the rows that this process takes, from 0")
-    group.add_argument("--shard-count", type=int, help="parts of the rows, each with a file of its own")
-    group.add_argument("--served-model-name", nargs="+", help="names of the model that rows may give")
-    group.add_argument("--chat-template", help="file with a Jinja template, in place of the model's own")
-    group.add_argument("--tool-call-parser", choices=TOOL_CALL_PARSERS, help="how the model writes tool calls")
-    group.add_argument("--reasoning-parser", choices=REASONING_PARSERS, help="how the model marks its thought")
-    group.add_argument("--group-prefixes", action="store_true", help="run rows together whose prompts begin alike")
-    group.add_argument("--max-rows-ahead", type=int, help="rows that may be read before the first of them is done")
-    group.add_argument("--checkpoint-s", type=float, help="time between two checkpoints, in seconds (default 2)")
-    group.add_argument("--no-progress", action="store_true", help="show nothing")
-
-
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sampling")
     group.add_argument("--max-tokens", type=int)
@@ -293,36 +276,12 @@ def _serve(args: argparse.Namespace) -> None:
             server["chat_template"] = file.read()
     from jaxinfer import serving
 
-    serving.serve(host=args.host, port=args.port, server=server, **_engine_options(args))
+    cluster = ray_flags.given(args)
+    serving.serve(host=args.host, port=args.port, server=server, ray=cluster, **_engine_options(args))
 
 
 def _batch(args: argparse.Namespace) -> None:
-    from jaxinfer import offline
-
-    names = ("tool_call_parser", "reasoning_parser")
-    names += ("shuffle_seed", "shard_index", "shard_count", "max_rows_ahead", "checkpoint_s", "group_prefixes")
-    given: dict[str, Any] = {name: getattr(args, name) for name in names}
-    given |= {"seed": args.job_seed, "served_model_names": args.served_model_name}
-    if args.chat_template is not None:
-        with open(args.chat_template, encoding="utf-8") as file:
-            given["chat_template"] = file.read()
-    defaults = {name: getattr(args, name) for name in ("max_tokens", "temperature", "top_k", "top_p", "min_p")}
-    defaults["seed"] = args.sampling_seed
-    job = _given(given) | {"defaults": _given(defaults)}
-    result = offline.run_batch(
-        args.input,
-        args.output,
-        job=job,
-        restart=args.restart,
-        show_progress=not args.no_progress,
-        **_engine_options(args),
-    )
-    print(f"{result.output}: {result.num_rows} rows, {result.num_failed} failed, {result.output_tokens} tokens")
-
-
-def _given(options: dict[str, Any]) -> dict[str, Any]:
-    """What the command line gave."""
-    return {name: value for name, value in options.items() if value is not None}
+    batch_flags.run(args, _engine_options(args))
 
 
 def _generate(args: argparse.Namespace) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -25,6 +26,7 @@ from jaxinfer.batch.rows import JobFacts, RowMaker
 from jaxinfer.batch.sources import Rows, find_duplicates, open_rows
 from jaxinfer.build import REFUSALS as ENGINE_REFUSALS
 from jaxinfer.build import build_engine
+from jaxinfer.cluster.config import RayConfig
 from jaxinfer.config import DEFAULT_MODEL, EngineConfig, ServerConfig
 from jaxinfer.engine.driven import DrivenEngine
 from jaxinfer.found import Found, find_model
@@ -32,6 +34,7 @@ from jaxinfer.http.counters import Counters
 from jaxinfer.http.metrics import ServerMetrics
 from jaxinfer.http.prompts import PromptMaker
 from jaxinfer.text.chat_template import ChatTemplate
+from jaxinfer.types import EngineHandle, EngineInfo
 
 REFUSALS = (*ENGINE_REFUSALS, BatchError)
 """What whoever calls `run_batch` can put right: the message says it all."""
@@ -45,6 +48,7 @@ class BatchResult:
     num_rows: int
     num_failed: int  # of these, with an error in place of a reply
     prompt_tokens: int
+    cached_tokens: int  # of these, that were in the KV cache already
     output_tokens: int
 
 
@@ -54,6 +58,7 @@ def run_batch(
     model: str = DEFAULT_MODEL,
     *,
     job: Mapping[str, Any] | None = None,
+    ray: Mapping[str, Any] | None = None,
     restart: bool = False,
     show_progress: bool = True,
     **options: Any,
@@ -67,9 +72,13 @@ def run_batch(
 
     An interrupted job, killed ones too, goes on when it is run again, and each row is written once. One that is done is
     not done again. restart: begin anew, and delete what there is. `job` are the fields of BatchConfig, `options` those
-    of EngineConfig. Raises BatchError where input, model or parameters are not those that it began with, where another
-    process is at work on it, and where the output cannot be written.
+    of EngineConfig. ray: the fields of RayConfig; engines of a Ray cluster then run the rows, each of which finds model
+    and input by the same names. A job may be gone on with on a cluster that was begun without one, and the reverse.
+
+    Raises BatchError where input, model or parameters are not those that it began with, where another process is at
+    work on it, where the output cannot be written, and where the cluster cannot go on.
     """
+    cluster = None if ray is None else RayConfig.of(ray)
     config, batch_config = EngineConfig(model=model, **options), BatchConfig(**(job or {}))
     path = _shard_path(Path(output), batch_config)
     finish = finisher(path)
@@ -87,47 +96,64 @@ def run_batch(
         if journal.counts.num_rows == end - start:
             journal.finish()
         else:
-            _run_job(config, batch_config, found, rows, journal, show_progress)
+            facts = _facts(batch_config, rows, journal)
+            progress = JobProgress(end - start, journal.counts, enabled=show_progress)
+            with contextlib.closing(progress):
+                if cluster is None:
+                    engine = DrivenEngine(build_engine(config, found, show_progress=show_progress))
+                    with contextlib.closing(engine):
+                        _run_job(engine, batch_config, found, rows, facts, journal, progress)
+                else:
+                    from jaxinfer.cluster import job as cluster_job
+
+                    cluster_job.run_rows(config, batch_config, cluster, input, len(rows), facts, journal, progress)
+                    journal.finish()
+                    progress.show(journal.counts, last=True)
         return BatchResult(output=path, **dataclasses.asdict(journal.counts))
 
 
-def _run_job(
-    config: EngineConfig,
-    batch_config: BatchConfig,
-    found: Found,
-    rows: Rows,
-    journal: Journal,
-    show_progress: bool,
-) -> None:
-    template = ChatTemplate.from_config(found.checkpoint.tokenizer_config, batch_config.chat_template)
-    facts = JobFacts(
+def _facts(batch_config: BatchConfig, rows: Rows, journal: Journal) -> JobFacts:
+    return JobFacts(
         key=uuid.uuid5(uuid.NAMESPACE_OID, repr(sorted(batch_config.identity().items())) + rows.digest).hex,
         created_s=journal.created_s,
         seed=batch_config.seed,
         defaults=batch_config.defaults,
         duplicates=find_duplicates(rows),
     )
-    engine = DrivenEngine(build_engine(config, found, show_progress=show_progress))
-    start, end = shard_range(len(rows), batch_config)
-    progress = JobProgress(end - start, journal.counts, enabled=show_progress)
-    try:
-        info = engine.info
-        defaults = {"sampling_defaults": dict(info.sampling_defaults), "eos_ids": list(info.eos_ids)}
-        journal.describe({"max_model_len": info.max_model_len} | defaults)
-        server_config = ServerConfig(
-            served_model_names=batch_config.served_model_names,
-            chat_template_kwargs=batch_config.chat_template_kwargs,
-            tool_call_parser=batch_config.tool_call_parser,
-            reasoning_parser=batch_config.reasoning_parser,
-        )
-        prompts = PromptMaker(engine, found.tokenizer, template, server_config)
-        metrics = ServerMetrics(prompts.model_names[0], Counters(), info)
-        maker = RowMaker(prompts, metrics, facts)
-        reader = RowReader(rows, batch_config, maker, journal.iterator)
-        asyncio.run(_drive(Job(reader, maker, journal, batch_config, progress), engine))
-    finally:
-        progress.close()
-        engine.close()
+
+
+def _run_job(
+    engine: DrivenEngine,
+    batch_config: BatchConfig,
+    found: Found,
+    rows: Rows,
+    facts: JobFacts,
+    journal: Journal,
+    progress: JobProgress,
+) -> None:
+    journal.describe(engine_facts(engine.info))
+    maker = make_maker(engine, found, batch_config, facts)
+    reader = RowReader(rows, batch_config, maker, journal.iterator)
+    asyncio.run(_drive(Job(reader, maker, journal, batch_config, progress), engine))
+
+
+def engine_facts(info: EngineInfo) -> dict[str, Any]:
+    """What of an engine decides the output, besides the model's own."""
+    defaults = {"sampling_defaults": dict(info.sampling_defaults), "eos_ids": list(info.eos_ids)}
+    return {"max_model_len": info.max_model_len} | defaults
+
+
+def make_maker(engine: EngineHandle, found: Found, batch_config: BatchConfig, facts: JobFacts) -> RowMaker:
+    """What makes requests for `engine` of a job's rows."""
+    template = ChatTemplate.from_config(found.checkpoint.tokenizer_config, batch_config.chat_template)
+    server_config = ServerConfig(
+        served_model_names=batch_config.served_model_names,
+        chat_template_kwargs=batch_config.chat_template_kwargs,
+        tool_call_parser=batch_config.tool_call_parser,
+        reasoning_parser=batch_config.reasoning_parser,
+    )
+    prompts = PromptMaker(engine, found.tokenizer, template, server_config)
+    return RowMaker(prompts, ServerMetrics(prompts.model_names[0], Counters(), engine.info), facts)
 
 
 async def _drive(job: Job, engine: DrivenEngine) -> None:

@@ -10,13 +10,14 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
 from checkpoints.resolve import Checkpoint
 from checkpoints.source import CheckpointError
 from jaxinfer import frontend
+from jaxinfer.cluster.config import RayConfig
 from jaxinfer.config import DEFAULT_MODEL, ConfigError, EngineConfig, ServerConfig
 from jaxinfer.engine.process import EngineProcess
 from jaxinfer.found import find_checkpoint, load_tokenizer
@@ -26,6 +27,9 @@ from jaxinfer.http.exposure import check_certificate, refuse_public_without_key
 from jaxinfer.http.server import create_app
 from jaxinfer.text.chat_template import ChatTemplate
 from jaxinfer.types import EngineDead, EngineInfo
+
+if TYPE_CHECKING:
+    from jaxinfer.cluster.serving import ReplicaServer
 
 REFUSALS = (ConfigError, CheckpointError)
 """What whoever calls `serve` can put right; what the engine refuses comes as EngineDead with its message."""
@@ -66,17 +70,25 @@ def serve(
     *,
     block: bool = True,
     server: Mapping[str, Any] | None = None,
+    ray: Mapping[str, Any] | None = None,
     show_progress: bool = True,
     **options: Any,
-) -> Server | None:
+) -> Server | ReplicaServer | None:
     """Serves a model over HTTP, as OpenAI's API.
 
     block: serve until a signal comes, then return None; EngineDead if the engine failed. Otherwise return at once a
     Server that accepts connections. `options` are the fields of EngineConfig, `server` those of ServerConfig besides
-    host and port; port 0 takes a free one.
+    host and port; port 0 takes a free one. ray: the fields of RayConfig; engines of a Ray cluster then serve behind one
+    address, each request by the one that has the longest beginning of its prompt in its cache, and what is returned is
+    a ReplicaServer.
     """
     config = EngineConfig(model=model, **options)
     server_config = ServerConfig(host=host, port=port, **(server or {}))
+    if ray is not None:
+        ray_config = RayConfig.of(ray)
+        from jaxinfer.cluster import serving as cluster_serving
+
+        return cluster_serving.serve_replicas(config, server_config, ray_config, block=block)
     num_front_ends = server_config.api_server_count or _front_ends_for(len(os.sched_getaffinity(0)))
     check_certificate(server_config)
     sock = http_run.bind(server_config.host, server_config.port)  # before anything slow: a port in use is known at once

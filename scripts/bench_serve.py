@@ -41,7 +41,7 @@ HEADER = "    C     in/out     tok/s    req/s   TTFT p50/p99 ms  TPOT ms failed 
 def run(workload: Workload, num_processes: int | None = None, *, with_detail: bool = False) -> dict[str, Any]:
     """Runs the workload and sums it up. Raises RuntimeError where a client process failed."""
     assert workload.num_prompts is not None
-    (parts,) = _run_together([(workload, _num_processes(workload, num_processes))])
+    (parts,) = run_together([(workload, _num_processes(workload, num_processes))])
     return summary(workload, parts) | (detail(parts) if with_detail else {})
 
 
@@ -50,7 +50,7 @@ def run_mixed(
 ) -> dict[str, Any]:
     """Runs streams without end, and `arriving` beside them. Raises RuntimeError where a client process failed."""
     groups = [(one, _num_processes(one, num_processes)) for one in (arriving, background)]
-    arriving_parts, background_parts = _run_together(groups)
+    arriving_parts, background_parts = run_together(groups)
     return mixed_summary((background, background_parts), (arriving, arriving_parts), settle_s)
 
 
@@ -59,7 +59,7 @@ def _num_processes(workload: Workload, asked: int | None) -> int:
     return min(asked or default_processes(streams), streams)
 
 
-def _run_together(groups: Sequence[tuple[Workload, int]]) -> list[list[Part]]:
+def run_together(groups: Sequence[tuple[Workload, int]]) -> list[list[Part]]:
     """Starts (workload, processes) each and returns their parts. Ends those without an end after the first group."""
     spawn = multiprocessing.get_context("spawn")
     shared = spawn.Barrier(sum(count for _, count in groups)), spawn.Event()

@@ -33,6 +33,7 @@ write build --only-group build
 write demo --extra demo
 write test --extra demo --extra test --extra agent --extra plot --extra dev
 write clients --extra demo --extra test --extra clients
+write ray --extra demo --extra test --extra ray
 write capture --extra demo --extra test --extra capture
 write cuda12 --extra demo --extra cuda12
 write cuda13 --extra demo --extra cuda13

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes or updates the virtual environment .venv from locked requirements, and puts jaxinfer in it (editable).
 #
-#   bash scripts/setup.sh [demo|test|clients|cuda12|cuda13|capture]    a file of requirements/; demo unless said
+#   bash scripts/setup.sh [demo|test|clients|ray|cuda12|cuda13|capture]    a file of requirements/; demo unless said
 #
 # Needs Python 3.12, 3.13 or 3.14 with pip, and nothing else. Does nothing, and needs no network, when all is in place.
 #   JAXINFER_PYTHON   the Python to make the environment with, where the first that works is not the one you want

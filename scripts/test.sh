@@ -4,16 +4,20 @@
 #   bash scripts/test.sh [pytest arguments]         all but what is marked long or gpu
 #   bash scripts/test.sh --all [pytest arguments]   what is marked long (minutes: clients, meshes)
 #   bash scripts/test.sh --clients [pytest arguments]   other people's clients, in an environment of their own
+#   bash scripts/test.sh --ray [pytest arguments]   jobs and servers on a Ray cluster, in an environment of their own
 #
 #   JAXINFER_TEST_ASSETS   folder with assets/ for the tests that need it; ../shared where that exists. Without it they skip.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-if [[ ${1:-} == --clients ]]; then
+for name in clients ray; do
+  [[ ${1:-} == --"$name" ]] || continue
   shift
-  JAXINFER_VENV=.venv-clients bash scripts/setup.sh clients
-  JAX_PLATFORMS=cpu exec .venv-clients/bin/python -m pytest tests/clients "$@"
-fi
+  JAXINFER_VENV=.venv-$name bash scripts/setup.sh "$name"
+  folder=tests/$name
+  [[ $name != ray ]] || folder=tests/cluster
+  JAX_PLATFORMS=cpu exec ".venv-$name/bin/python" -m pytest "$folder" "$@"
+done
 
 marks="not (long or gpu)"
 all=

@@ -158,7 +158,8 @@ def test_what_the_command_line_says_of_a_job_is_passed_on(monkeypatch, capsys):
 
     def run_batch(input, output, **options):
         seen.update(options, input=input, output=output)
-        return offline.BatchResult(output=Path(output), num_rows=3, num_failed=1, prompt_tokens=5, output_tokens=7)
+        counts = {"num_rows": 3, "num_failed": 1, "prompt_tokens": 5, "cached_tokens": 2, "output_tokens": 7}
+        return offline.BatchResult(output=Path(output), **counts)
 
     monkeypatch.setattr(offline, "run_batch", run_batch)
     paths = ("--input", "in.jsonl", "--output", "out.jsonl")
@@ -171,6 +172,11 @@ def test_what_the_command_line_says_of_a_job_is_passed_on(monkeypatch, capsys):
     given = BatchConfig(**seen["job"])
     assert (given.seed, given.shard_index, given.shard_count, given.checkpoint_s) == (4, 1, 2, 0.5)
     assert given.defaults == {"max_tokens": 9, "temperature": 0.0, "seed": 8}
+    assert (given.arrange_rows, seen["ray"]) == (True, None)
+    cluster = ("--ray", "--ray-workers", "2", "--ray-gpus", "0.5", "--ray-cpus", "0", "--ray-address", "auto")
+    assert cli.main(["batch", *paths, "--no-arrange-rows", *cluster]) == 0
+    assert seen["ray"] == {"num_workers": 2, "num_gpus": 0.5, "num_cpus": 0.0, "address": "auto"}
+    assert BatchConfig(**seen["job"]).arrange_rows is False
 
 
 def test_a_job_that_cannot_be_begun_is_refused_in_one_line(capsys, tmp_path):
@@ -180,6 +186,10 @@ def test_a_job_that_cannot_be_begun_is_refused_in_one_line(capsys, tmp_path):
     paths = ["--input", str(tmp_path / "in.jsonl"), "--output", str(output)]
     err = refusal(["batch", str(GOLDEN), *paths], capsys)
     assert re.fullmatch("jaxinfer batch: .*out.jsonl exists and no job has written it; .*\n", err)
+    err = refusal(["batch", str(GOLDEN), *paths, "--ray-workers", "2"], capsys)
+    assert (
+        err == "jaxinfer batch: --ray-workers is given without --ray, and so without a cluster; give both or neither\n"
+    )
     err = refusal(["batch", str(GOLDEN), *paths[2:], "--input", str(tmp_path / "none")], capsys)
     assert re.fullmatch("jaxinfer batch: .*No such file.*\n", err)
 
@@ -244,7 +254,7 @@ def test_prefixes_are_cached_unless_that_is_switched_off(flags, expected, monkey
     asked = {}
     monkeypatch.setattr("jaxinfer.serving.serve", lambda **options: asked.update(options))
     assert cli.main(["serve", str(GOLDEN), *flags]) == 0
-    given = {name: value for name, value in asked.items() if name not in ("host", "port", "server")}
+    given = {name: value for name, value in asked.items() if name not in ("host", "port", "server", "ray")}
     assert EngineConfig(**given).enable_prefix_caching is expected
 
 

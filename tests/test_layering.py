@@ -79,21 +79,57 @@ MAY_IMPORT = {
         "jaxinfer.http",
         "jaxinfer.engine",
         "jaxinfer.frontend",
+        "jaxinfer.cluster",
     ),
     "jaxinfer.kv_tiers": ("checkpoints", "jaxinfer.config", "jaxinfer.params", "jaxinfer.runner"),
     "jaxinfer.build": PACKAGES,  # the half of api that makes the parts
     "jaxinfer.memory_plan": PACKAGES,  # what build would make, in bytes
     "jaxinfer.api": PACKAGES,
     "jaxinfer.offline": PACKAGES,  # the part of api that runs batch jobs
+    "jaxinfer.cluster": ("jaxinfer.config",),
+    # Engines of Ray: each is what offline and serving make alone.
+    "jaxinfer.cluster.job": (
+        "checkpoints",
+        "jaxinfer.batch",
+        "jaxinfer.build",
+        "jaxinfer.config",
+        "jaxinfer.cluster",
+        "jaxinfer.engine",
+        "jaxinfer.found",
+        "jaxinfer.offline",
+        "jaxinfer.types",
+    ),
+    "jaxinfer.cluster.calls": ("jaxinfer.http",),
+    "jaxinfer.cluster.replicas": (
+        "jaxinfer.config",
+        "jaxinfer.cluster",
+        "jaxinfer.engine.process",
+        "jaxinfer.found",
+        "jaxinfer.http",
+        "jaxinfer.serving",
+        "jaxinfer.text",
+        "jaxinfer.types",
+    ),
+    "jaxinfer.cluster.serving": (
+        "jaxinfer.config",
+        "jaxinfer.cluster",
+        "jaxinfer.found",
+        "jaxinfer.http",
+        "jaxinfer.types",
+    ),
     "jaxinfer.doctor": PACKAGES,  # reports on every part
     "jaxinfer.sharding.report": PACKAGES,  # on what would be
     "jaxinfer.sharding.report_output": PACKAGES,
     "jaxinfer.shard_report": PACKAGES,
     "jaxinfer.plan_flags": ("jaxinfer.config",),
+    "jaxinfer.ray_flags": ("jaxinfer.config",),
+    "jaxinfer.batch_flags": ("jaxinfer.config", "jaxinfer.offline", "jaxinfer.ray_flags"),
     "jaxinfer.agent_flags": ("jaxinfer.agent", "jaxinfer.api", "jaxinfer.config", "jaxinfer.types"),
     "jaxinfer.cli": (
         "jaxinfer.plan_flags",
         "jaxinfer.agent_flags",
+        "jaxinfer.batch_flags",
+        "jaxinfer.ray_flags",
         "jaxinfer.api",
         "jaxinfer.offline",
         "jaxinfer.serving",
@@ -157,6 +193,9 @@ INSIDE_FUNCTIONS = {
     ("jaxinfer.sharding.report_output", "matplotlib"): "only charts need it",
     ("jaxinfer.batch", "pyarrow"): "only tables need it",
     ("jaxinfer.agent_flags", "jaxinfer"): "as for the command line",
+    ("jaxinfer.batch_flags", "jaxinfer"): "as for the command line",
+    ("jaxinfer.offline", "jaxinfer"): "only jobs on a cluster need it, and the extra ray installs what it needs",
+    ("jaxinfer.serving", "jaxinfer"): "as for jobs",
     ("jaxinfer.cli", "jaxinfer"): "takes 1.5 s with JAX, for which --help, wrong usage and serve need not wait",
 }
 

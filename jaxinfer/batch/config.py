@@ -43,10 +43,9 @@ class BatchConfig:
     """How the model marks its thought: see ServerConfig."""
     served_model_names: Sequence[str] = ()
     """Names of the model that rows may give. Empty: the name that was loaded."""
-    group_prefixes: bool = False
-    """Whether rows whose prompts begin alike run together, out of turn; the order of the output stays.
-
-    It pays where such rows lie further apart than the KV cache remembers."""
+    arrange_rows: bool = True
+    """Whether rows run out of turn, those together whose prompts begin alike and long ones before short ones; the order
+    of the output stays. See `arranging.arrange`."""
     max_rows_ahead: int | None = None
     """Rows that may be read before the first of them is done: more let long rows hold up nothing, and take memory.
 

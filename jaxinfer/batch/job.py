@@ -8,29 +8,23 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
 
+from jaxinfer.batch.arranging import arrange
 from jaxinfer.batch.config import BatchConfig
 from jaxinfer.batch.journal import Counts, Journal
 from jaxinfer.batch.rows import Row, RowMaker, failed_line
+from jaxinfer.batch.running import Answer, RowRunner, extent, failure
 from jaxinfer.batch.sources import Rows
-from jaxinfer.http.errors import RequestFailed, problem
-from jaxinfer.http.streams import whole_reply
-from jaxinfer.types import EngineDead, EngineHandle, QueueFull
+from jaxinfer.types import EngineHandle
 
 READ_ROWS = 32
 """Rows that are read at once; fewer at the start would let the engine wait, more the first of them."""
 READ_THREADS, READ_AHEAD = 2, 64
 """Of Grain: threads that render and tokenise, which let go of the interpreter while they do, and rows they may keep."""
-MAX_ATTEMPTS = 2
-"""Tries of a row whose step failed: another request may have been at fault."""
-REFUSED_S, MAX_REFUSED_S = 0.1, 5.0
-"""First and longest wait of a row that the engine had no room for, in seconds."""
-MAX_REFUSALS = 20
-"""A row that runs alone and is refused so often asks for more than there will ever be."""
 AHEAD = 16
 """Rows that may be read before the first of them is done, for each sequence of the engine."""
 
@@ -41,21 +35,16 @@ class _Slot:
 
     row: Row
     iterator: dict[str, Any]  # behind it
-    line: bytes | None = None
-    counts: Counts = Counts()
+    answer: Answer | None = None
 
 
 class RowReader:
     """Rows in the order of the job, through Grain: read, rendered and tokenised ahead of time, in threads."""
 
     def __init__(self, rows: Rows, config: BatchConfig, maker: RowMaker, state: Mapping[str, Any] | None):
-        grain = _load_grain()
-        dataset = grain.MapDataset.source(rows)
-        if config.shuffle_seed is not None and len(rows):
-            dataset = dataset.shuffle(seed=config.shuffle_seed)
-        start, end = shard_range(len(rows), config)
-        options = grain.ReadOptions(num_threads=READ_THREADS, prefetch_buffer_size=READ_AHEAD)
-        self._iterator = iter(dataset[start:end].map(maker.make).to_iter_dataset(options)) if end > start else None
+        dataset = make_rows(rows, config, maker)
+        options = _load_grain().ReadOptions(num_threads=READ_THREADS, prefetch_buffer_size=READ_AHEAD)
+        self._iterator = iter(dataset.to_iter_dataset(options)) if len(dataset) else None
         if state and self._iterator is not None:
             self._iterator.set_state(dict(state))
 
@@ -70,6 +59,15 @@ class RowReader:
                 break
             slots.append(_Slot(row, dict(self._iterator.get_state())))
         return slots
+
+
+def make_rows(rows: Rows, config: BatchConfig, maker: RowMaker) -> Any:
+    """A data set of Grain: the job's rows, ready to run or failed, by their places in the output."""
+    dataset = _load_grain().MapDataset.source(rows)
+    if config.shuffle_seed is not None and len(rows):
+        dataset = dataset.shuffle(seed=config.shuffle_seed)
+    start, end = shard_range(len(rows), config)
+    return dataset[start:end].map(maker.make)
 
 
 def _load_grain() -> Any:
@@ -103,9 +101,9 @@ class Job:
         self._config = config
         self._progress = progress
         self._slots: collections.deque[_Slot] = collections.deque()  # in the order of the output
-        self._ready: collections.deque[_Slot] = collections.deque()  # of these, what does not run yet
+        self._gathered: list[_Slot] = []  # of these, what waits to be put in order
+        self._ready: collections.deque[_Slot] = collections.deque()  # and what was, and does not run yet
         self._tasks: set[asyncio.Task[None]] = set()
-        self._num_running = 0  # sequences
         self._moved = asyncio.Event()
         self._error: BaseException | None = None
 
@@ -129,9 +127,10 @@ class Job:
         self._progress.show(self._journal.counts, last=True)
 
     async def _run_rows(self, engine: EngineHandle, deadline_s: float | None) -> None:
-        # As many wait as run, so that the engine never looks for work that is not there yet.
-        max_running = 2 * engine.info.max_num_seqs
+        runner = RowRunner(engine, self._maker)
         max_ahead = self._config.max_rows_ahead or AHEAD * engine.info.max_num_seqs
+        # Half of them are put in order while the other half runs: what comes last in its half never holds up the next.
+        max_gathered = max(max_ahead // 2, 1) if self._config.arrange_rows else 2 * engine.info.max_num_seqs
         reading: asyncio.Task[list[_Slot]] | None = None
         at_end = False
         saving: asyncio.Task[None] | None = None
@@ -140,16 +139,14 @@ class Job:
             while not at_end or self._slots:
                 self._moved.clear()
                 room = max_ahead - len(self._slots)
-                if reading is None and not at_end and room > 0 and len(self._ready) < max_running:
-                    # Rows can only be grouped with what has been read: then with as much as may be.
-                    count = room if self._config.group_prefixes else min(room, READ_ROWS)
-                    reading = self._task(asyncio.to_thread(self._reader.read, count))
+                if reading is None and not at_end and room > 0 and len(self._gathered) < max_gathered:
+                    reading = self._task(asyncio.to_thread(self._reader.read, min(room, READ_ROWS)))
                 if reading is not None and reading.done():
                     slots, reading = reading.result(), None
                     at_end = not slots
                     self._take(slots)
                     continue
-                self._start(engine, max_running, deadline_s)
+                self._start(runner, engine.info.page_size, deadline_s)
                 self._write()
                 if saving is not None and saving.done():
                     saving.result()
@@ -179,85 +176,48 @@ class Job:
 
     def _take(self, slots: Sequence[_Slot]) -> None:
         self._slots.extend(slots)
-        runs = []
         for slot in slots:
             if slot.row.failure is not None:
-                self._end(slot, slot.row.failure, failed=True)
+                slot.answer = failure(slot.row.failure)
             else:
-                runs.append(slot)
-        if self._config.group_prefixes:
-            runs.sort(key=_prompt)
-        self._ready.extend(runs)
+                self._gathered.append(slot)
 
-    def _start(self, engine: EngineHandle, max_running: int, deadline_s: float | None) -> None:
+    def _next(self, page_size: int) -> _Slot | None:
+        """What is to run next; it stays where it is. What was gathered meanwhile is arranged once all before runs."""
+        if not self._ready and self._gathered:
+            slots, self._gathered = self._gathered, []
+            if self._config.arrange_rows:
+                slots = [slots[index] for index in arrange([extent(slot.row) for slot in slots], page_size)]
+            self._ready.extend(slots)
+        return self._ready[0] if self._ready else None
+
+    def _start(self, runner: RowRunner, page_size: int, deadline_s: float | None) -> None:
         expired = deadline_s is not None and time.time() >= deadline_s
-        while self._ready:
-            slot = self._ready[0]
-            size = slot.row.num_sequences
+        while (slot := self._next(page_size)) is not None:
             if expired:
-                self._ready.popleft()
                 message = "the batch's time was over before this row was begun"
-                self._end(slot, failed_line(slot.row.id, slot.row.custom_id, "batch_expired", message), failed=True)
+                slot.answer = failure(failed_line(slot.row.id, slot.row.custom_id, "batch_expired", message))
+                self._ready.popleft()
                 continue
-            if self._num_running and self._num_running + size > max_running:
+            if not runner.has_room(slot.row):
                 return
             self._ready.popleft()
-            self._num_running += size
-            task = asyncio.create_task(self._run_slot(engine, slot, size))
+            task = asyncio.create_task(self._run_slot(slot, runner.start(slot.row)))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    async def _run_slot(self, engine: EngineHandle, slot: _Slot, size: int) -> None:
+    async def _run_slot(self, slot: _Slot, running: Awaitable[Answer]) -> None:
         try:
-            await self._answer(engine, slot, size)
+            slot.answer = await running
         except Exception as error:
             self._error = self._error or error
         finally:
-            self._num_running -= size
             self._moved.set()
-
-    async def _answer(self, engine: EngineHandle, slot: _Slot, size: int) -> None:
-        """Runs a row to its end. A failed step is tried again, a full queue waited for."""
-        num_attempts = num_refusals = 0
-        while True:
-            assert slot.row.generation is not None
-            try:
-                body = await whole_reply(engine, slot.row.generation)
-                return self._end(slot, slot.row.success(body), failed=False)
-            except QueueFull as error:
-                alone = self._num_running == size
-                num_refusals = num_refusals + 1 if alone else 0
-                if num_refusals > MAX_REFUSALS:
-                    return self._end(slot, slot.row.refusal(problem(error)), failed=True)
-                await asyncio.sleep(min(REFUSED_S * 2 ** min(num_refusals, 10), MAX_REFUSED_S))
-            except EngineDead:
-                raise
-            except RequestFailed as error:
-                num_attempts += 1
-                if num_attempts >= MAX_ATTEMPTS:
-                    return self._end(slot, slot.row.refusal(problem(error)), failed=True)
-            slot.row = await asyncio.to_thread(self._maker.make, slot.row.raw, num_attempts + num_refusals + 1)
-
-    def _end(self, slot: _Slot, line: bytes, *, failed: bool) -> None:
-        prompt = output = 0
-        if not failed and slot.row.generation is not None:
-            prompt = slot.row.generation.prompt_tokens
-            output = sum(choice.output.num_tokens for choice in slot.row.generation.choices)
-        slot.line = line
-        slot.counts = Counts(num_rows=1, num_failed=int(failed), prompt_tokens=prompt, output_tokens=output)
 
     def _write(self) -> None:
         """What is done, up to the first row that is not."""
-        while self._slots and (line := self._slots[0].line) is not None:
-            slot = self._slots.popleft()
-            self._journal.append(line, slot.counts, slot.iterator)
-
-
-def _prompt(slot: _Slot) -> tuple[int, ...]:
-    """What rows are sorted by: those that begin alike are then side by side."""
-    generation = slot.row.generation
-    request = generation.choices[0].request if generation is not None and generation.choices else None
-    return () if request is None else tuple(request.prompt_ids)
+        while self._slots and (answer := self._slots[0].answer) is not None:
+            self._journal.append(answer.line, answer.counts, self._slots.popleft().iterator)
 
 
 def split_lines(lines: Iterator[bytes]) -> Iterator[tuple[bool, bytes]]:

@@ -39,6 +39,7 @@ class Counts:
     num_rows: int = 0
     num_failed: int = 0
     prompt_tokens: int = 0
+    cached_tokens: int = 0  # of these, that were in the KV cache: of what was computed again after a kill, too
     output_tokens: int = 0
 
     def __add__(self, other: Counts) -> Counts:
@@ -46,6 +47,7 @@ class Counts:
             num_rows=self.num_rows + other.num_rows,
             num_failed=self.num_failed + other.num_failed,
             prompt_tokens=self.prompt_tokens + other.prompt_tokens,
+            cached_tokens=self.cached_tokens + other.cached_tokens,
             output_tokens=self.output_tokens + other.output_tokens,
         )
 

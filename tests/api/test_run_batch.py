@@ -102,3 +102,21 @@ WRONG_JOBS = [
 def test_a_job_that_cannot_be_is_refused_before_anything_is_read(tmp_path, job, message):
     with pytest.raises(ConfigError, match=message):
         jaxinfer.run_batch(tmp_path / "none.jsonl", tmp_path / "out.jsonl", job=job)
+
+
+@pytest.mark.long
+def test_rows_that_share_a_prefix_find_it_in_the_cache_however_far_apart_they_lie(options, tmp_path):
+    """Twelve prefixes of 8 pages each, in turn; the cache holds four of them beside what runs."""
+    prefixes = [letter * 64 for letter in "abcdefghijkl"]
+    rows = [batch_row(f"row-{i}", prompt=prefixes[i % 12] + str(i), max_tokens=2, temperature=0) for i in range(96)]
+    source = write_lines(tmp_path / "in.jsonl", rows)
+    cached, lines = {}, {}
+    for arranged in (True, False):
+        output = tmp_path / f"{arranged}.jsonl"
+        job = {"arrange_rows": arranged, "max_rows_ahead": 200}
+        result = jaxinfer.run_batch(source, output, job=job, **options | {"num_pages": 48, "max_model_len": 96})
+        cached[arranged] = result.cached_tokens / result.prompt_tokens
+        lines[arranged] = [text_of(line) for line in read_lines(output)]
+    assert lines[True] == lines[False]
+    assert cached[False] < 0.1
+    assert cached[True] > 0.6

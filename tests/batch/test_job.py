@@ -12,6 +12,7 @@ import pytest
 
 from jaxinfer.batch import job as job_module
 from jaxinfer.batch import journal as journal_module
+from jaxinfer.batch import running
 from jaxinfer.batch.errors import BatchError
 from jaxinfer.types import EngineDead
 from tests.batch.made import (
@@ -153,13 +154,29 @@ def test_the_outputs_of_the_shards_joined_are_the_whole_output(tmp_path):
     assert joined == (tmp_path / "whole.jsonl").read_bytes()
 
 
-def test_rows_that_begin_alike_run_together_and_keep_their_places_in_the_output(tmp_path):
-    source = [batch_row(f"row-{i}", prompt=("cat " if i % 2 else "mat ") + str(i), max_tokens=1) for i in range(40)]
+def test_rows_run_in_their_arrangement_and_keep_their_places_in_the_output(tmp_path):
+    source = [batch_row(f"row-{i}", prompt="cat " * (i % 5 + 1), max_tokens=1 + i % 7, priority=i) for i in range(60)]
+    ran = {}
+    for arranged in (True, False):
+        engine, path = make_engine(), tmp_path / f"{arranged}.jsonl"
+        run_job(source, path, engine, options={"arrange_rows": arranged})
+        assert ids(path) == [f"row-{i}" for i in range(60)]
+        ran[arranged] = engine.requests
+    assert [request.priority for request in ran[False]] == list(range(60))
+    assert sorted(request.priority for request in ran[True]) == list(range(60))
+    lengths = [len(request.prompt_ids) + request.max_tokens for request in ran[True]][: job_module.READ_ROWS]
+    assert lengths == sorted(lengths, reverse=True)
+
+
+def test_the_row_that_its_arrangement_puts_last_runs_before_the_rows_of_the_next_chunk(tmp_path):
+    source = [batch_row(f"row-{i}", prompt="cat", max_tokens=1 + i % 9, priority=i) for i in range(96)]
+    source[5]["body"]["max_tokens"] = 1
     engine = make_engine()
-    run_job(source, tmp_path / "out.jsonl", engine, options={"group_prefixes": True})
-    assert ids(tmp_path / "out.jsonl") == [f"row-{i}" for i in range(40)]
-    firsts = [tuple(request.prompt_ids)[:3] for request in engine.requests]
-    assert sum(a != b for a, b in zip(firsts, firsts[1:], strict=False)) < 39
+    run_job(source, tmp_path / "out.jsonl", engine, options={"max_rows_ahead": 16})
+    assert ids(tmp_path / "out.jsonl") == [f"row-{i}" for i in range(96)]
+    ran = [request.priority for request in engine.requests]
+    assert ran != sorted(ran)
+    assert all(abs(place - priority) < 16 for place, priority in enumerate(ran))
 
 
 def test_no_more_rows_are_read_than_may_be_ahead_of_the_first_that_is_not_done(tmp_path):
@@ -206,7 +223,7 @@ def test_an_empty_input_gives_an_empty_output(tmp_path):
 
 
 def test_a_row_that_is_refused_for_a_full_queue_waits_and_is_answered(tmp_path, monkeypatch):
-    monkeypatch.setattr(job_module, "REFUSED_S", 0.001)
+    monkeypatch.setattr(running, "REFUSED_S", 0.001)
     engine = make_engine(refuse_by_event=True)
     count = 0
     events = engine._events
@@ -225,8 +242,8 @@ def test_a_row_that_is_refused_for_a_full_queue_waits_and_is_answered(tmp_path, 
 
 
 def test_a_row_for_which_there_is_never_room_fails_alone(tmp_path, monkeypatch):
-    monkeypatch.setattr(job_module, "REFUSED_S", 0.0001)
-    monkeypatch.setattr(job_module, "MAX_REFUSED_S", 0.001)
+    monkeypatch.setattr(running, "REFUSED_S", 0.0001)
+    monkeypatch.setattr(running, "MAX_REFUSED_S", 0.001)
     engine = make_engine(refuse=True, fail_only="-0-3")
     source = [*rows(3), batch_row("wide", n=4)]
     journal = run_job(source, tmp_path / "out.jsonl", engine)
@@ -242,7 +259,7 @@ def test_a_row_whose_step_fails_is_tried_again_and_then_fails_alone(tmp_path):
     bad, *good = read_lines(tmp_path / "out.jsonl")
     assert bad["response"]["status_code"] == 500
     assert bad["response"]["body"]["error"]["code"] == "engine_error"
-    assert sum(request.request_id.endswith("-0-1") for request in engine.requests) == job_module.MAX_ATTEMPTS
+    assert sum(request.request_id.endswith("-0-1") for request in engine.requests) == running.MAX_ATTEMPTS
     assert all(line["response"]["status_code"] == 200 for line in good)
     assert journal.counts.num_failed == 1
 
