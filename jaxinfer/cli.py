@@ -150,8 +150,9 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--kv-disk-dir", help="folder for pages that leave the host's memory, and for sessions")
     group.add_argument("--kv-disk-gib", type=float, help="most GiB in that folder (default 64)")
+    group.add_argument("--step-timeout-s", type=float, help="a step that takes longer fails its requests (default 300)")
     group.add_argument(
-        "--step-timeout-s", type=float, help="a step that takes longer fails its requests, in seconds (default 300)"
+        "--enable-prompt-logprobs", action="store_true", default=None, help="compile steps for echo with logprobs, too"
     )
     group.add_argument("--tensor-parallel-size", "-tp", type=int, help="devices that the model is split over")
     group.add_argument(

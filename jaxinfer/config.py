@@ -66,6 +66,8 @@ class EngineConfig:
     """A step, or a wait without any progress, that takes longer fails the requests it holds. In seconds."""
     enable_prefix_caching: bool = True
     """Whether keys and values of earlier requests are used again by those that begin alike."""
+    enable_prompt_logprobs: bool = False
+    """Whether requests may ask for log-probabilities of their prompts, which takes a second set of compiled steps."""
     num_state_copies: int | None = None
     """Of models with a recurrent state: copies that the prefix cache keeps of it; without one no prefix is used again.
 

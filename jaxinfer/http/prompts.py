@@ -76,14 +76,17 @@ class PromptMaker:
         for number, prompt in enumerate(prompts):  # one at a time: the first that is refused spares the others
             ids = self._ids(prompt)
             echo = self._echo(prompt, sampling) if echoes else ""
+            scored = sampling.logprobs if echoes else None
             prompt_tokens += len(ids)
             for sequence in lower(ids, _at_least_one(sampling), self._info, self._tokenizer, f"{reply_id}-{number}"):
                 markers = () if conversation is None else conversation.markers
-                output = OutputStream(self._tokenizer, ids, sampling, always_shown=markers)
+                output = OutputStream(self._tokenizer, ids, sampling, always_shown=markers, num_echoed=len(echo))
                 message = None if conversation is None else conversation.parser()
                 timer = SequenceTimer(metrics, arrival_s, len(ids), sequence.max_tokens)
-                runs = None if sampling.max_tokens == 0 else sequence
-                choices.append(Choice(len(choices), runs, output, timer, echo, message))
+                # Without a token to generate it runs for what the engine says of the prompt, if anything.
+                prompt_only = sampling.max_tokens == 0
+                runs = None if prompt_only and sampling.prompt_logprobs is None else sequence
+                choices.append(Choice(len(choices), runs, output, timer, echo, message, scored, prompt_only))
         metrics.choices_asked.observe(sampling.n)
         return Generation(
             head=ReplyHead(reply_id, int(time.time()), model, conversation is not None),
@@ -92,6 +95,7 @@ class PromptMaker:
             prompt_tokens=prompt_tokens,
             shows_cached=self._info.prefix_caching,
             logprobs=sampling.logprobs is not None,
+            prompt_logprobs=request.prompt_logprobs,
             stream=bool(request.stream),
             include_usage=request.include_usage,
             continuous_usage=request.continuous_usage,

@@ -7,13 +7,14 @@ text is encoded each time.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
+from jaxinfer.text.logprobs import OutputLogprob
 from jaxinfer.text.message import Call, MessageParser, Part, Thought, Words
-from jaxinfer.text.output import OutputDelta, OutputLogprob
+from jaxinfer.text.output import OutputDelta
 from jaxinfer.types import FinishReason
 
 DONE = b"data: [DONE]\n\n"
@@ -194,8 +195,11 @@ def _reasoning(text: str) -> dict[str, Any]:
     return {"reasoning_content": text, "reasoning": text}
 
 
-def whole_body(head: ReplyHead, choices: Sequence[dict[str, Any]], usage: dict[str, Any]) -> bytes:
-    return _encode(head.fields(stream=False) | {"choices": choices, "usage": usage})
+def whole_body(
+    head: ReplyHead, choices: Sequence[dict[str, Any]], usage: dict[str, Any], more: Mapping[str, Any] | None = None
+) -> bytes:
+    """A reply that is not streamed. more: further fields of it."""
+    return _encode(head.fields(stream=False) | {"choices": choices, "usage": usage} | dict(more or {}))
 
 
 def logprobs_body(logprobs: Sequence[OutputLogprob] | None, *, chat: bool) -> dict[str, Any] | None:
@@ -206,7 +210,7 @@ def logprobs_body(logprobs: Sequence[OutputLogprob] | None, *, chat: bool) -> di
         return {"content": [_chat_logprob(entry) for entry in logprobs]}
     return {
         "tokens": [entry.token for entry in logprobs],
-        "token_logprobs": [_finite(entry.logprob) for entry in logprobs],
+        "token_logprobs": [None if entry.logprob is None else _finite(entry.logprob) for entry in logprobs],
         "top_logprobs": [_top_by_text(entry) for entry in logprobs],
         "text_offset": [entry.text_offset for entry in logprobs],
     }
@@ -215,7 +219,7 @@ def logprobs_body(logprobs: Sequence[OutputLogprob] | None, *, chat: bool) -> di
 def _chat_logprob(entry: OutputLogprob) -> dict[str, Any]:
     return {
         "token": entry.token,
-        "logprob": _finite(entry.logprob),
+        "logprob": LEAST_LOGPROB if entry.logprob is None else _finite(entry.logprob),
         "bytes": list(entry.bytes),
         "top_logprobs": [
             {"token": top.text, "logprob": _finite(top.logprob), "bytes": list(top.bytes)} for top in entry.top
@@ -223,8 +227,30 @@ def _chat_logprob(entry: OutputLogprob) -> dict[str, Any]:
     }
 
 
-def _top_by_text(entry: OutputLogprob) -> dict[str, float]:
-    """The likeliest tokens and the chosen one. Of two ids with one text the likelier counts."""
+def echoed_logprobs(prompt: Sequence[OutputLogprob], num_top: int) -> list[OutputLogprob]:
+    """Those of a prompt with so many alternatives."""
+    return [dataclasses.replace(entry, top=entry.top[:num_top]) for entry in prompt]
+
+
+def prompt_logprobs_body(prompt: Sequence[OutputLogprob], num_top: int) -> list[dict[str, Any] | None]:
+    """vLLM's `prompt_logprobs`: the tokens at each place of a prompt by their ids, its own first; None at the first."""
+    return [None if entry.logprob is None else _ranked(entry, num_top) for entry in prompt]
+
+
+def _ranked(entry: OutputLogprob, num_top: int) -> dict[str, Any]:
+    assert entry.logprob is not None
+    own = (entry.token_id, entry.token, entry.logprob, entry.rank)
+    top = ((one.token_id, one.text, one.logprob, rank) for rank, one in enumerate(entry.top[:num_top], 1))
+    ranked: dict[str, Any] = {}
+    for id, text, logprob, rank in (own, *top):
+        ranked.setdefault(str(id), {"logprob": _finite(logprob), "rank": rank, "decoded_token": text})
+    return ranked
+
+
+def _top_by_text(entry: OutputLogprob) -> dict[str, float] | None:
+    """The likeliest tokens and the chosen one. Of two ids with one text the likelier counts. None before all."""
+    if entry.logprob is None:
+        return None
     by_text: dict[str, float] = {}
     for text, logprob in (*((top.text, top.logprob) for top in entry.top), (entry.token, entry.logprob)):
         by_text[text] = max(_finite(logprob), by_text.get(text, LEAST_LOGPROB))

@@ -1,4 +1,4 @@
-"""What a request body says of the form of its outputs: in the words of OpenAI's two APIs, of Anthropic's and of vLLM."""
+"""What a request body says of the form of its outputs, in the words of OpenAI's two APIs, of Anthropic's and vLLM's."""
 
 from __future__ import annotations
 

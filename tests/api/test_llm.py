@@ -15,7 +15,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from jaxinfer.api import LLM
 from jaxinfer.text.chat_template import ChatTemplate
 from jaxinfer.text.control_tokens import ControlTokens
-from jaxinfer.text.output import OutputLogprob
+from jaxinfer.text.logprobs import OutputLogprob
 from jaxinfer.types import FinishReason, InvalidRequest, SamplingParams, UnknownSession
 
 # Printable ASCII, then bytes that make up "é" and "😀", so that outputs hold parts of characters.

@@ -283,7 +283,11 @@ def test_what_cannot_be_done_is_400_that_names_it(server, engine, body, param, s
 
 def test_fields_that_ask_for_what_is_done_anyway_are_accepted(server):
     fields = {"background": False, "tools": [], "tool_choice": "auto", "truncation": "disabled", "include": []}
-    fields |= {"text": {"format": {"type": "text"}, "verbosity": "medium"}, "service_tier": "auto", "parallel_tool_calls": True}
+    fields |= {
+        "text": {"format": {"type": "text"}, "verbosity": "medium"},
+        "service_tier": "auto",
+        "parallel_tool_calls": True,
+    }
     assert ask(server, **fields).status_code == 200
 
 
