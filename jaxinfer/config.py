@@ -239,6 +239,8 @@ class ServerConfig:
     """PEM file with the certificate, and those that vouch for it, to serve HTTPS with. None: HTTP."""
     ssl_keyfile: str | None = None
     """PEM file with the certificate's private key, not encrypted. None: it is in ssl_certfile."""
+    strict_max_tokens: bool = False
+    """Whether a request is refused whose prompt and max_tokens together are more than the context. False: it is cut."""
     request_timeout_s: float | None = None
     """A request that takes longer, in seconds, ends with an error, streamed or not. None: it may take any time."""
     drain_timeout_s: float = 5.0

@@ -90,9 +90,11 @@ MAY_IMPORT = {
     "jaxinfer.sharding.report_output": PACKAGES,
     "jaxinfer.shard_report": PACKAGES,
     "jaxinfer.plan_flags": ("jaxinfer.config",),
+    "jaxinfer.access_flags": ("jaxinfer.config",),
     "jaxinfer.agent_flags": ("jaxinfer.agent", "jaxinfer.api", "jaxinfer.config", "jaxinfer.types"),
     "jaxinfer.cli": (
         "jaxinfer.plan_flags",
+        "jaxinfer.access_flags",
         "jaxinfer.agent_flags",
         "jaxinfer.api",
         "jaxinfer.offline",

@@ -200,8 +200,7 @@ class CompletionRequest(_Generation, kw_only=True, frozen=True):
 
     def to_sampling(self) -> SamplingParams:
         asked = [k for k in (self.prompt_logprobs, self.logprobs if self.echo else None) if k is not None]
-        max_tokens = _or(self.token_limit, DEFAULT_COMPLETION_TOKENS)
-        return self._sampling(max_tokens, self.logprobs, max(asked, default=None))
+        return self._sampling(_or(self.token_limit, DEFAULT_COMPLETION_TOKENS), self.logprobs, max(asked, default=None))
 
 
 class _UnreadCompletion(CompletionRequest, kw_only=True, frozen=True):

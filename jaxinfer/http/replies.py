@@ -159,13 +159,14 @@ class WholeChoice:
 def read_message(parser: MessageParser, delta: OutputDelta) -> tuple[list[Part], str | None]:
     """The parts that a delta adds to a message, and why the message ends with it, if it does.
 
-    That is "tool_calls" where the model ended its turn and there is a call. A message that was cut keeps "length",
-    though it may have calls: another one could be missing.
+    That is "tool_calls" where the model ended its turn and there is a call that it chose itself; where the client named
+    the function it is "stop", as OpenAI has it. A message that was cut keeps "length", though it may have calls: another
+    one could be missing.
     """
     parts = parser.push(delta.text)
     if delta.finish_reason is not None:
         parts += parser.flush()
-        if delta.finish_reason == FinishReason.STOP and parser.has_calls:
+        if delta.finish_reason == FinishReason.STOP and parser.has_calls and not parser.is_named:
             return parts, CALLS_REASON
     return parts, delta.finish_reason
 
