@@ -12,7 +12,7 @@ RULES = json.loads((TESTS / "data" / "api_rules.json").read_text())
 _ID = re.compile(r"\bB\d+(?:\.\d+)?\b")
 
 
-def tests_by_rule() -> dict[str, list[str]]:
+def names_by_rule() -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for path in sorted(TESTS.rglob("test_*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -23,10 +23,10 @@ def tests_by_rule() -> dict[str, list[str]]:
 
 
 def test_every_rule_of_the_contract_has_a_test_that_names_it():
-    assert not {rule: RULES[rule] for rule in RULES.keys() - tests_by_rule().keys()}
+    assert not {rule: RULES[rule] for rule in RULES.keys() - names_by_rule().keys()}
 
 
 def test_no_test_names_a_rule_that_is_not_in_the_contract():
-    found = tests_by_rule()
+    found = names_by_rule()
     chapters = {rule.partition(".")[0] for rule in RULES}
     assert not {rule: found[rule] for rule in found.keys() - RULES.keys() - chapters}

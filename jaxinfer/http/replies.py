@@ -160,8 +160,8 @@ def read_message(parser: MessageParser, delta: OutputDelta) -> tuple[list[Part],
     """The parts that a delta adds to a message, and why the message ends with it, if it does.
 
     That is "tool_calls" where the model ended its turn and there is a call that it chose itself; where the client named
-    the function it is "stop", as OpenAI has it. A message that was cut keeps "length", though it may have calls: another
-    one could be missing.
+    the function it is "stop", as OpenAI has it. A message that was cut keeps "length", though it may have calls, as
+    another one could be missing.
     """
     parts = parser.push(delta.text)
     if delta.finish_reason is not None:

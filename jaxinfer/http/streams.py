@@ -60,7 +60,7 @@ class Generation:
     prompt_tokens: int  # each prompt once
     shows_cached: bool  # whether usage says how many of these were in the cache
     logprobs: bool
-    prompt_logprobs: int | None  # alternatives of each token of the prompt, in a field of their own; None: none
+    prompt_logprobs: int | None = None  # alternatives of each token of the prompt, in a field of their own; None: none
     stream: bool
     include_usage: bool
     continuous_usage: bool

@@ -1,6 +1,10 @@
 """/v1/completions: prompts, parameters, log-probabilities, stop strings, lengths, several choices."""
 
+import dataclasses
+
 import pytest
+
+from tests.http.conftest import ANY_PORT
 
 
 def choices(reply):
@@ -300,6 +304,13 @@ def test_stop_string_ends_the_engines_request_of_its_own_choice_only(server, eng
     assert len(engine.cancelled) == 2
 
 
+def test_one_stop_string_is_a_list_of_one_and_null_is_none(server):
+    """B6.8."""
+    bodies = [choices(server.complete(stop=stop, max_tokens=6))[0] for stop in ("sat", ["sat"], None, [])]
+    assert bodies[0] == bodies[1] and bodies[0]["stop_reason"] == "sat"
+    assert bodies[2] == bodies[3] == choices(server.complete(max_tokens=6))[0]
+
+
 def test_min_tokens_suppresses_stop_strings(server):
     """B6.9."""
     choice = choices(server.complete(stop="the", min_tokens=3, max_tokens=20))[0]
@@ -349,6 +360,18 @@ def test_max_tokens_is_a_cap_that_the_context_may_cut(server):
     reply = server.complete(prompt=[5] * 60, max_tokens=1000)
     assert choices(reply)[0]["finish_reason"] == "length"
     assert reply.json()["usage"]["completion_tokens"] == 4
+
+
+def test_strict_server_refuses_what_it_would_have_to_cut(own_server):
+    """B8.1, B8.5."""
+    server = own_server(config=dataclasses.replace(ANY_PORT, strict_max_tokens=True))
+    room = 64 - len(server.tokenizer.encode("Hello", add_special_tokens=True))
+    assert server.complete(max_tokens=room).json()["usage"]["completion_tokens"] == room
+    assert server.complete(max_tokens=None).status_code == 200
+    for ask in (server.complete, server.chat):
+        error = ask(max_tokens=64).json()["error"]
+        assert (error["param"], error["code"]) == ("max_tokens", "context_length_exceeded")
+        assert "max_tokens is 64; the limit is 64 tokens" in error["message"]
 
 
 def test_max_completion_tokens_wins_in_completions_too(server):

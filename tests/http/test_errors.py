@@ -127,6 +127,12 @@ def test_wrong_type_is_400_with_the_path(server, body, param):
 # Routes, models, sizes
 
 
+def test_there_is_no_generate_whose_streams_would_have_to_repeat_all_text(server):
+    """B12.5."""
+    reply = server.http.post("/generate", json={"text": "Hello", "stream": True})
+    assert reply.status_code == 404 and "/generate" in reply.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("path", ["/", "/v1", "/v1/nothing", "/v1/completions/", "/V1/completions"])
 def test_unknown_route_is_404(server, path):
     error_of(server.http.get(path), 404, "route_not_found")

@@ -25,6 +25,7 @@ TEMPLATE = (
 PARAMETERS = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
 USER = {"role": "user", "content": "Hello"}
 LOOK = {"type": "function", "function": {"name": "look", "description": "Looks.", "parameters": PARAMETERS}}
+NAMED = {"type": "function", "function": {"name": "look"}}
 CALL = '<tool_call>\n{"name": "look", "arguments": {"x": 1}}\n</tool_call>'
 
 
@@ -208,6 +209,20 @@ def test_without_parallel_calls_the_first_one_is_returned(server):
     for body in ({"parallel_tool_calls": False}, {"parallel_tool_calls": True}, {}):
         calls = reply(server, CALL + CALL, tools=[LOOK], **body)["message"]["tool_calls"]
         assert len(calls) == (1 if body.get("parallel_tool_calls") is False else 2)
+
+
+@pytest.mark.parametrize(
+    ("choice", "reason"),
+    [(None, "tool_calls"), ("auto", "tool_calls"), ("required", "tool_calls"), (NAMED, "stop")],
+)
+def test_end_of_a_call_is_tool_calls_unless_the_client_named_the_function(server, choice, reason):
+    """B4.6."""
+    body = {"tools": [LOOK], "tool_choice": choice, "max_tokens": 400}
+    whole = reply(server, CALL, **body)
+    assert whole["finish_reason"] == reason and len(whole["message"]["tool_calls"]) == 1
+    (streamed,) = assembled(server.stream_chat(**body))
+    assert streamed["end"] == (reason, None) and len(streamed["calls"]) == 1
+    assert reply(server, CALL, **body | {"max_tokens": len(CALL) // 4})["finish_reason"] == "length"
 
 
 def test_with_the_choice_none_tools_are_not_shown_and_no_call_is_looked_for(server):
