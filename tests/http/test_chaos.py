@@ -34,6 +34,7 @@ MALFORMED = (
 )
 CHANGING = re.compile(rb'(cmpl-|chatcmpl-|resp_|msg_|rs_|fc_)[0-9a-f]{32}|"(created|created_at|completed_at)":\d+')
 """Ids and times, which are new in every reply."""
+INDEX = re.compile(rb'^data: .*"choices":\[\{"index":(\d)')
 MOMENTS = ("in the body", "before the head", "in the stream")
 
 
@@ -42,13 +43,19 @@ def address(server):
     return host, int(port)
 
 
+def by_choice(reply):
+    """The events of a stream, those of one choice after those of another: how they mix is a matter of time."""
+    events = reply.split(b"\n\n")
+    return b"\n\n".join(sorted(events, key=lambda event: INDEX.search(event)[1] if INDEX.search(event) else b"9"))
+
+
 def ask(server, path, body):
     """The whole reply, without ids and times."""
     connection = http.client.HTTPConnection(*address(server), timeout=LIMIT_S)
     try:
         connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
         reply = connection.getresponse()
-        return reply.status, CHANGING.sub(b"", reply.read())
+        return reply.status, by_choice(CHANGING.sub(b"", reply.read()))
     finally:
         connection.close()
 

@@ -1,10 +1,6 @@
 """/v1/completions: prompts, parameters, log-probabilities, stop strings, lengths, several choices."""
 
-import dataclasses
-
 import pytest
-
-from tests.http.conftest import ANY_PORT
 
 
 def choices(reply):
@@ -360,18 +356,6 @@ def test_max_tokens_is_a_cap_that_the_context_may_cut(server):
     reply = server.complete(prompt=[5] * 60, max_tokens=1000)
     assert choices(reply)[0]["finish_reason"] == "length"
     assert reply.json()["usage"]["completion_tokens"] == 4
-
-
-def test_strict_server_refuses_what_it_would_have_to_cut(own_server):
-    """B8.1, B8.5."""
-    server = own_server(config=dataclasses.replace(ANY_PORT, strict_max_tokens=True))
-    room = 64 - len(server.tokenizer.encode("Hello", add_special_tokens=True))
-    assert server.complete(max_tokens=room).json()["usage"]["completion_tokens"] == room
-    assert server.complete(max_tokens=None).status_code == 200
-    for ask in (server.complete, server.chat):
-        error = ask(max_tokens=64).json()["error"]
-        assert (error["param"], error["code"]) == ("max_tokens", "context_length_exceeded")
-        assert "max_tokens is 64; the limit is 64 tokens" in error["message"]
 
 
 def test_max_completion_tokens_wins_in_completions_too(server):
