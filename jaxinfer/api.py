@@ -158,6 +158,11 @@ class LLM:
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[OutputDelta]:
         """Completes one prompt and yields what is new as it comes. Closing the iterator early cancels the request."""
+        if sampling_params is not None and sampling_params.prompt_logprobs is not None:
+            raise InvalidRequest(
+                f"prompt_logprobs is {sampling_params.prompt_logprobs}; a stream does not tell them, generate does",
+                param="prompt_logprobs",
+            )
         return self.start(prompt, sampling_params)[1]
 
     def start(

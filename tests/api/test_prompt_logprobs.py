@@ -113,6 +113,11 @@ def test_sequences_that_give_way_and_are_computed_again_are_scored_once(golden, 
         same(one.prompt_logprobs[1:], other.prompt_logprobs[1:])
 
 
+def test_a_stream_which_could_not_tell_them_refuses_them(llm):
+    with pytest.raises(InvalidRequest, match="prompt_logprobs is 3; a stream does not tell them"):
+        llm.stream([5, 6], SCORED)
+
+
 def test_engine_without_the_steps_refuses_and_says_what_would_work(golden):
     with make(golden) as llm, pytest.raises(InvalidRequest, match="--enable-prompt-logprobs"):
         llm.generate([[5, 6]], SCORED)
