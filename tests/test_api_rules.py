@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import re
 from pathlib import Path
@@ -12,6 +13,7 @@ RULES = json.loads((TESTS / "data" / "api_rules.json").read_text())
 _ID = re.compile(r"\bB\d+(?:\.\d+)?\b")
 
 
+@functools.cache
 def names_by_rule() -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for path in sorted(TESTS.rglob("test_*.py")):
