@@ -26,7 +26,8 @@ from jaxinfer.models import registry
 from jaxinfer.sharding import rules
 from jaxinfer.text.chat_template import ChatTemplate
 from jaxinfer.text.control_tokens import ControlTokens
-from jaxinfer.text.output import OutputDelta, OutputLogprob, OutputStream
+from jaxinfer.text.logprobs import OutputLogprob
+from jaxinfer.text.output import OutputDelta, OutputStream
 from jaxinfer.text.requests import lower
 from jaxinfer.types import (
     EngineInfo,
@@ -73,6 +74,7 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[Completion]
     num_cached_tokens: int = 0  # of the prompt, that were in the cache when the first of its outputs began
+    prompt_logprobs: list[OutputLogprob] | None = None  # of the prompt's tokens, if asked for
 
 
 class LLM:
@@ -122,7 +124,8 @@ class LLM:
         jobs = [self._job(prompt, sampling) for prompt, sampling in zip(many, params, strict=True)]
         self._run(jobs)
         for job in jobs:
-            job.output.num_cached_tokens = job.streams[0].num_cached_tokens
+            first = job.streams[0]
+            job.output.num_cached_tokens, job.output.prompt_logprobs = first.num_cached_tokens, first.prompt_logprobs
         return [job.output for job in jobs]
 
     def chat(
@@ -155,6 +158,11 @@ class LLM:
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[OutputDelta]:
         """Completes one prompt and yields what is new as it comes. Closing the iterator early cancels the request."""
+        if sampling_params is not None and sampling_params.prompt_logprobs is not None:
+            raise InvalidRequest(
+                f"prompt_logprobs is {sampling_params.prompt_logprobs}; a stream does not tell them, generate does",
+                param="prompt_logprobs",
+            )
         return self.start(prompt, sampling_params)[1]
 
     def start(

@@ -120,6 +120,7 @@ def build_engine(config: EngineConfig, found: Found | None = None, *, show_progr
         prefix_caching=limits.prefix_caching,
         num_host_pages=tiers.num_frames * tiers.frame_pages,
         has_disk_tier=disk is not None,
+        has_prompt_logprobs=builder.scores,
     )
     kept = KvCache(limits, disk.pages(), disk.manifests()) if disk else KvCache(limits)
     return Engine(runner, Scheduler(limits, kept), info, step_timeout_s=config.step_timeout_s, grammars=grammars)
@@ -134,7 +135,13 @@ def make_builder(config: EngineConfig, checkpoint: Checkpoint, tokenizer: Tokeni
     buckets = make_buckets(rules.platform(mesh), shape.num_slots, _max_step_tokens(config, shape.num_slots, mesh))
     vocab_size = min(model.vocab_rows, tokenizer.vocab_size) if tokenizer else model.vocab_rows
     return StepBuilder(
-        model=model, shape=shape, vocab_size=vocab_size, mesh=mesh, buckets=tuple(buckets), axis_rules=axis_rules
+        model=model,
+        shape=shape,
+        vocab_size=vocab_size,
+        mesh=mesh,
+        buckets=tuple(buckets),
+        axis_rules=axis_rules,
+        scores=config.enable_prompt_logprobs,
     )
 
 

@@ -11,10 +11,9 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from jaxinfer import agent_flags, batch_flags, plan_flags, ray_flags
+from jaxinfer import access_flags, agent_flags, batch_flags, plan_flags, ray_flags
 from jaxinfer.agent_flags import API_KEY_VARIABLE
 from jaxinfer.config import (
-    ACCESS_LOGS,
     DEFAULT_MODEL,
     DTYPES,
     LOAD_FORMATS,
@@ -30,11 +29,6 @@ if TYPE_CHECKING:  # what loads JAX is imported where a command needs it: it tak
     from jaxinfer.api import LLM
 
 EXIT_FAILED = 1
-ACCESS_FIELDS = (
-    *("allowed_origins", "allowed_methods", "allowed_headers", "ssl_certfile", "ssl_keyfile"),
-    *("request_timeout_s", "drain_timeout_s", "access_log"),
-)
-"""Fields of ServerConfig that keep their defaults where the command line says nothing."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -152,8 +146,9 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--kv-disk-dir", help="folder for pages that leave the host's memory, and for sessions")
     group.add_argument("--kv-disk-gib", type=float, help="most GiB in that folder (default 64)")
+    group.add_argument("--step-timeout-s", type=float, help="a step that takes longer fails its requests (default 300)")
     group.add_argument(
-        "--step-timeout-s", type=float, help="a step that takes longer fails its requests, in seconds (default 300)"
+        "--enable-prompt-logprobs", action="store_true", default=None, help="compile steps for echo with logprobs, too"
     )
     group.add_argument("--tensor-parallel-size", "-tp", type=int, help="devices that the model is split over")
     group.add_argument(
@@ -192,40 +187,7 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
         default=ServerConfig.reasoning_parser,
         help="how the model marks its thought (auto: by tags in its chat template; none: it is part of the answer)",
     )
-    _add_access(parser)
-
-
-def _add_access(parser: argparse.ArgumentParser) -> None:
-    """Flags of ServerConfig that say who may ask, how, and for how long."""
-    group = parser.add_argument_group("access")
-
-    def several(flag: str, metavar: str, text: str) -> None:
-        group.add_argument(flag, action="append", metavar=metavar, help=f"{text}; may be given several times")
-
-    several("--api-key", "KEY", f"key that clients must show (default: that of {API_KEY_VARIABLE}, or none)")
-    group.add_argument(
-        "--allow-public-without-key",
-        action="store_true",
-        help="serve an address that other machines reach without asking for a key",
-    )
-    several("--allowed-origins", "ORIGIN", "origin of web pages that may read replies, * for any (default: none)")
-    several("--allowed-methods", "METHOD", "method that these pages may use (default: any)")
-    several("--allowed-headers", "HEADER", "request header that these pages may send (default: any)")
-    group.add_argument("--allow-credentials", action="store_true", help="these pages' requests may carry cookies")
-    group.add_argument("--ssl-certfile", help="PEM file with the certificate, to serve HTTPS")
-    group.add_argument("--ssl-keyfile", help="PEM file with its key, where that is another file")
-    group.add_argument("--request-timeout-s", type=float, help="longest a request may take (default: any time)")
-    group.add_argument(
-        "--drain-timeout-s",
-        type=float,
-        help=f"what open requests get to finish when the server stops (default {ServerConfig.drain_timeout_s:g})",
-    )
-    group.add_argument(
-        "--access-log",
-        choices=ACCESS_LOGS,
-        default="requests",
-        help="prompts: log the beginning of each request's body, too (default: requests)",
-    )
+    access_flags.add(parser, API_KEY_VARIABLE)
 
 
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
@@ -265,11 +227,12 @@ def _serve(args: argparse.Namespace) -> None:
         "batch_dir": args.batch_dir,
         "allow_public_without_key": args.allow_public_without_key,
         "allow_credentials": args.allow_credentials,
+        "strict_max_tokens": args.strict_max_tokens,
         "api_keys": tuple(args.api_key or filter(None, [os.environ.get(API_KEY_VARIABLE)])),
         "tool_call_parser": args.tool_call_parser,
         "reasoning_parser": args.reasoning_parser,
     }
-    given = {name: getattr(args, name) for name in ACCESS_FIELDS}
+    given = {name: getattr(args, name) for name in access_flags.FIELDS}
     server |= {name: value for name, value in given.items() if value is not None}
     if args.chat_template is not None:
         with open(args.chat_template, encoding="utf-8") as file:

@@ -66,6 +66,8 @@ class EngineConfig:
     """A step, or a wait without any progress, that takes longer fails the requests it holds. In seconds."""
     enable_prefix_caching: bool = True
     """Whether keys and values of earlier requests are used again by those that begin alike."""
+    enable_prompt_logprobs: bool = False
+    """Whether requests may ask for log-probabilities of their prompts, which takes a second set of compiled steps."""
     num_state_copies: int | None = None
     """Of models with a recurrent state: copies that the prefix cache keeps of it; without one no prefix is used again.
 
@@ -239,6 +241,8 @@ class ServerConfig:
     """PEM file with the certificate, and those that vouch for it, to serve HTTPS with. None: HTTP."""
     ssl_keyfile: str | None = None
     """PEM file with the certificate's private key, not encrypted. None: it is in ssl_certfile."""
+    strict_max_tokens: bool = False
+    """Whether a request is refused whose prompt and max_tokens together are more than the context. False: it is cut."""
     request_timeout_s: float | None = None
     """A request that takes longer, in seconds, ends with an error, streamed or not. None: it may take any time."""
     drain_timeout_s: float = 5.0

@@ -126,6 +126,8 @@ class SamplingParams:
     """Run past every EOS id of the model."""
     logprobs: int | None = None
     """None: no log-probabilities. k: those of the chosen token and of the k likeliest, from the raw logits."""
+    prompt_logprobs: int | None = None
+    """The same of the prompt's tokens but the first; the engine needs `enable_prompt_logprobs`. None: not those."""
     include_stop_str_in_output: bool = False
     """Show the stop string that matched (nothing after it)."""
     skip_special_tokens: bool = True
@@ -148,12 +150,10 @@ class SamplingParams:
         self._check_collections()
 
     def _check_kinds(self) -> None:
-        for name in ("n", "max_tokens", "min_tokens", "top_k", "seed", "logprobs", "priority"):
+        for name in ("n", "max_tokens", "min_tokens", "top_k", "seed", "logprobs", "prompt_logprobs", "priority"):
             value = getattr(self, name)
-            optional = name not in ("n", "min_tokens", "priority")
-            _check(
-                (optional and value is None) or _is_whole(value), name, f"{name} is {value!r}; it must be an integer"
-            )
+            ok = _is_whole(value) or (value is None and name not in ("n", "min_tokens", "priority"))
+            _check(ok, name, f"{name} is {value!r}; it must be an integer")
         for name in ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"):
             value = getattr(self, name)
             optional = name not in ("frequency_penalty", "presence_penalty")
@@ -178,6 +178,7 @@ class SamplingParams:
         within("presence_penalty", lambda f: -2 <= f <= 2, "from -2 to 2")
         within("seed", lambda seed: -(2**63) <= seed < 2**64, "of 64 bits")
         within("logprobs", lambda k: 0 <= k <= MAX_LOGPROBS, f"from 0 to {MAX_LOGPROBS}")
+        within("prompt_logprobs", lambda k: 0 <= k <= MAX_LOGPROBS, f"from 0 to {MAX_LOGPROBS}")
         first, last = PRIORITIES
         within("priority", lambda p: first <= p <= last, f"from {first} to {last}")
         _check(
@@ -261,6 +262,7 @@ class Request:
     logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
     stop_ids: Sequence[int] = ()  # the output ends with the first of these, once it has min_tokens
     logprobs: int | None = None
+    prompt_logprobs: int | None = None  # then all of the prompt is computed, whatever of it is in the cache
     cache_salt: str = ""  # keys and values of earlier requests are used again only where the salt is the same
     priority: int = 0  # of those that wait, lower numbers are admitted first
     session_id: str = ""  # the conversation that it goes on with; empty: none
@@ -280,10 +282,11 @@ class Request:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Natural log-probabilities of one generated token, from the raw logits (before penalties and temperature)."""
+    """Natural log-probabilities of one token, from the raw logits (before penalties and temperature)."""
 
     logprob: float
     top: Sequence[tuple[int, float]]  # the k likeliest (id, logprob), likeliest first
+    rank: int = 0  # of a token of the prompt: 1 if none is likelier; 0: it is generated, and nobody asks
 
 
 class TokenEvent(NamedTuple):
@@ -300,6 +303,7 @@ class TokenEvent(NamedTuple):
     error: str | None = None  # with FinishReason.ERROR
     refused: bool = False  # with FinishReason.ERROR: the waiting queue was full, nothing ran
     cached_tokens: int = 0  # with the first token: of the prompt, whose keys and values were in the cache already
+    prompt_logprobs: Sequence[TokenLogprobs] | None = None  # with the first, if asked for: of the prompt's from 1 on
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -310,15 +314,15 @@ class EngineInfo:
     max_model_len: int  # usable context in tokens, prompt and output together: min(model, --max-model-len, pool)
     vocab_size: int  # token ids below this may be sampled and may be in a prompt
     eos_ids: Sequence[int]
-    sampling_defaults: Mapping[
-        str, float
-    ]  # from generation_config: temperature, top_k, top_p, min_p, repetition_penalty
+    # From generation_config: temperature, top_k, top_p, min_p, repetition_penalty.
+    sampling_defaults: Mapping[str, float]
     page_size: int  # tokens
     num_pages: int
     max_num_seqs: int
     prefix_caching: bool = False  # whether keys and values of earlier requests are used again
     num_host_pages: int = 0  # pages of the host's memory that take what leaves the device
     has_disk_tier: bool = False  # whether pages and sessions are kept on disk
+    has_prompt_logprobs: bool = False  # whether log-probabilities of prompts can be asked for
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

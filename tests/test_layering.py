@@ -124,9 +124,11 @@ MAY_IMPORT = {
     "jaxinfer.plan_flags": ("jaxinfer.config",),
     "jaxinfer.ray_flags": ("jaxinfer.config",),
     "jaxinfer.batch_flags": ("jaxinfer.config", "jaxinfer.offline", "jaxinfer.ray_flags"),
+    "jaxinfer.access_flags": ("jaxinfer.config",),
     "jaxinfer.agent_flags": ("jaxinfer.agent", "jaxinfer.api", "jaxinfer.config", "jaxinfer.types"),
     "jaxinfer.cli": (
         "jaxinfer.plan_flags",
+        "jaxinfer.access_flags",
         "jaxinfer.agent_flags",
         "jaxinfer.batch_flags",
         "jaxinfer.ray_flags",

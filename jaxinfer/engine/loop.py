@@ -274,7 +274,7 @@ class _Loop:
         for event in events:
             front_end, number = owners[event.request_id]
             plain = event.finish_reason is None and event.logprobs is None and not event.cached_tokens
-            if plain and len(event.token_ids) == 1:
+            if plain and event.prompt_logprobs is None and len(event.token_ids) == 1:
                 front_end.numbers.append(number)
                 front_end.tokens.append(event.token_ids[0])
             else:

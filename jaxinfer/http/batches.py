@@ -173,7 +173,7 @@ class Batches:
         try:
             journal = Journal.open(path, identity, batch["created_at"])
         except BatchError as error:
-            raise _Refused("batch_changed", str(error)) from error
+            raise _Refused("batch_changed", _named(error, path, batch["id"])) from error
         with journal:
             if journal.counts.num_rows < len(rows) and batch["status"] != "cancelling":
                 await self._run_job(batch, rows, journal, config)
@@ -182,10 +182,12 @@ class Batches:
         await asyncio.to_thread(self._finish, batch["id"], len(rows))
 
     def _open(self, batch: Fields) -> Rows:
+        path = self._store.content(batch["input_file_id"])
         try:
-            rows = open_rows(self._store.content(batch["input_file_id"]))
+            rows = open_rows(path)
         except (OSError, BatchError) as error:
-            raise _Refused("invalid_file", f"the input file cannot be read: {error}") from error
+            reason = _named(error, path, batch["input_file_id"])
+            raise _Refused("invalid_file", f"the input file cannot be read: {reason}") from error
         if not len(rows):
             raise _Refused("empty_file", "the input file has no rows")
         return rows
@@ -256,6 +258,13 @@ class Batches:
         self._store.change_batch(batch_id, files=tuple(files.values()), unless=(), **ended)
         for left in path.parent.glob(f"{batch_id}.*"):
             left.unlink()
+
+
+def _named(error: Exception, path: Path, name: str) -> str:
+    """What is wrong with a file, for a client, who knows its name and not where the server keeps it."""
+    if isinstance(error, OSError):
+        return f"{name}: {error.strerror}"
+    return str(error).replace(str(path), name)
 
 
 class _Refused(Exception):

@@ -9,8 +9,11 @@ import msgspec
 
 from jaxinfer.http import known_fields, openai, tagged, tools
 from jaxinfer.http.errors import NO_THREADS
+from jaxinfer.http.formed import formed
 from jaxinfer.http.known_fields import Fields, Label, Only, Refused, Rule
+from jaxinfer.http.structured import message_format
 from jaxinfer.http.turns import Turns
+from jaxinfer.structured import StructuredOutputs
 from jaxinfer.types import InvalidRequest
 
 FIELDS: Mapping[str, Rule] = {
@@ -22,8 +25,6 @@ FIELDS: Mapping[str, Rule] = {
     "container": Refused("code is not run"),
     "context_management": Refused("the context is not edited"),
     "inference_geo": Refused("this server is where it is"),
-    "output_config": Refused("output is not constrained"),
-    "output_format": Refused("output is not constrained"),
     "thread": Refused("no conversation is kept on this route; send all of it each time", NO_THREADS),
 }
 BLOCK_FIELDS: Mapping[str, Rule] = {
@@ -93,6 +94,11 @@ class Thinking(_Block, kw_only=True, frozen=True):
     display: str | None = None
 
 
+class OutputConfig(_Block, kw_only=True, frozen=True):
+    format: dict[str, Any] | None = None
+    effort: str | None = None
+
+
 class MessageParam(_Block, kw_only=True, frozen=True):
     role: str
     content: str | list[msgspec.Raw]
@@ -113,6 +119,8 @@ class MessagesRequest(_Block, kw_only=True, frozen=True):
     tools: list[msgspec.Raw] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: dict[str, Any] | None = None  # the older name of output_config.format
     cache_salt: str | None = None
     priority: int | None = None
     session_id: str | None = None
@@ -147,7 +155,7 @@ class MessagesRequest(_Block, kw_only=True, frozen=True):
             session_id=self.session_id,
         )
         chat.check()
-        return chat
+        return formed(chat, _form(self.output_config or OutputConfig(), self.output_format))
 
 
 _decoder = msgspec.json.Decoder(MessagesRequest)
@@ -263,6 +271,16 @@ def _read_choice(choice: ToolChoice | None) -> Any:
         wanted = ", ".join([*CHOICES, "tool"])
         _refuse("tool_choice.type", f"tool_choice.type is {choice.type!r}; it must be one of {wanted}")
     return CHOICES[choice.type]
+
+
+def _form(config: OutputConfig, older: Mapping[str, Any] | None) -> StructuredOutputs | None:
+    if config.effort is not None:
+        _refuse("output_config.effort", f"output_config.effort is {config.effort!r}; the model has no such setting")
+    if config.format is not None and older is not None:
+        _refuse("output_format", "output_config.format and output_format are both given; an output has one form")
+    if older is not None:
+        return message_format(older, "output_format")
+    return None if config.format is None else message_format(config.format, "output_config.format")
 
 
 def _switch(thinking: Thinking | None) -> dict[str, Any] | None:

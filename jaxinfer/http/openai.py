@@ -84,6 +84,7 @@ class _Generation(_Body, kw_only=True, frozen=True):
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
     guided_whitespace_pattern: str | None = None
+    prompt_logprobs: int | None = None
     user: str | None = None  # names the end user to the provider; it changes nothing in a reply
 
     @property
@@ -118,10 +119,12 @@ class _Generation(_Body, kw_only=True, frozen=True):
             _refuse("stream_options", "stream_options needs stream: true")
         if self.continuous_usage and not self.include_usage:
             _refuse("stream_options", "continuous_usage_stats needs include_usage: true")
+        if self.prompt_logprobs is not None and self.stream:
+            _refuse("prompt_logprobs", "prompt_logprobs needs stream: false; with echo, logprobs are streamed")
         if self.n is not None and self.n > MAX_N:
             _refuse("n", f"n is {self.n}; at most {MAX_N} choices per prompt are supported")
 
-    def _sampling(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+    def _sampling(self, max_tokens: int | None, logprobs: int | None, prompt: int | None) -> SamplingParams:
         return SamplingParams(
             n=_or(self.n, 1),
             max_tokens=max_tokens,
@@ -139,6 +142,7 @@ class _Generation(_Body, kw_only=True, frozen=True):
             stop_token_ids=_or(self.stop_token_ids, ()),
             ignore_eos=bool(self.ignore_eos),
             logprobs=logprobs,
+            prompt_logprobs=prompt,
             include_stop_str_in_output=bool(self.include_stop_str_in_output),
             skip_special_tokens=_or(self.skip_special_tokens, True),
             cache_salt=self.cache_salt,
@@ -170,8 +174,6 @@ class CompletionRequest(_Generation, kw_only=True, frozen=True):
         n = _or(self.n, 1)
         if self.best_of is not None and self.best_of != n:
             _refuse("best_of", f"best_of is {self.best_of}, n is {n}; only best_of equal to n is supported")
-        if self.echo and self.logprobs is not None:
-            _refuse("logprobs", "logprobs with echo is not supported: log-probabilities of a prompt are not computed")
         num_prompts = len(self.prompts())
         if self.session_id is not None and num_prompts > 1:
             _refuse(
@@ -197,7 +199,8 @@ class CompletionRequest(_Generation, kw_only=True, frozen=True):
         return prompts
 
     def to_sampling(self) -> SamplingParams:
-        return self._sampling(_or(self.token_limit, DEFAULT_COMPLETION_TOKENS), self.logprobs)
+        asked = [k for k in (self.prompt_logprobs, self.logprobs if self.echo else None) if k is not None]
+        return self._sampling(_or(self.token_limit, DEFAULT_COMPLETION_TOKENS), self.logprobs, max(asked, default=None))
 
 
 class _UnreadCompletion(CompletionRequest, kw_only=True, frozen=True):
@@ -300,7 +303,8 @@ class ChatRequest(_Generation, kw_only=True, frozen=True):
         return check_tools(self.tools, self.tool_choice, self.parallel_tool_calls)
 
     def to_sampling(self) -> SamplingParams:
-        return self._sampling(self.token_limit, _or(self.top_logprobs, 0) if self.logprobs else None)
+        logprobs = _or(self.top_logprobs, 0) if self.logprobs else None
+        return self._sampling(self.token_limit, logprobs, self.prompt_logprobs)
 
 
 _decoders: Mapping[type, msgspec.json.Decoder] = {

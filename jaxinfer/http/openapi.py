@@ -71,6 +71,9 @@ OPERATIONS: Mapping[str, Mapping[str, Operation]] = {
     "/v1/messages/count_tokens": {
         "POST": Operation("Count a conversation's tokens", ("input_tokens",), (MessagesRequest,))
     },
+    "/tokenizer_info": {
+        "GET": Operation("The tokenizer's special tokens", ("bos_token", "eos_token", "chat_template"))
+    },
     **dict.fromkeys(("/tokenize", "/v1/tokenize"), {"POST": _TOKENIZE}),
     **dict.fromkeys(("/detokenize", "/v1/detokenize"), {"POST": _DETOKENIZE}),
     **dict.fromkeys(_POOL_PATHS, {"POST": _POOL}),

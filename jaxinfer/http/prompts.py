@@ -42,6 +42,7 @@ class PromptMaker:
         self._control_tokens = None if tokenizer is None else ControlTokens(tokenizer, source)
         self._reasoning = reasoning.choose(config.reasoning_parser, source)
         self._tool_calls = formats.choose(config.tool_call_parser, source)
+        self._strict = config.strict_max_tokens
         self._template_kwargs: dict[str, Any] = dict(config.chat_template_kwargs)
         self.model_names = tuple(config.served_model_names) or (engine.info.model,)
 
@@ -75,15 +76,19 @@ class PromptMaker:
         prompt_tokens = 0
         for number, prompt in enumerate(prompts):  # one at a time: the first that is refused spares the others
             ids = self._ids(prompt)
+            self._check_room(len(ids), sampling)
             echo = self._echo(prompt, sampling) if echoes else ""
+            scored = sampling.logprobs if echoes else None
             prompt_tokens += len(ids)
             for sequence in lower(ids, _at_least_one(sampling), self._info, self._tokenizer, f"{reply_id}-{number}"):
                 markers = () if conversation is None else conversation.markers
-                output = OutputStream(self._tokenizer, ids, sampling, always_shown=markers)
+                output = OutputStream(self._tokenizer, ids, sampling, always_shown=markers, num_echoed=len(echo))
                 message = None if conversation is None else conversation.parser()
                 timer = SequenceTimer(metrics, arrival_s, len(ids), sequence.max_tokens)
-                runs = None if sampling.max_tokens == 0 else sequence
-                choices.append(Choice(len(choices), runs, output, timer, echo, message))
+                # Without a token to generate it runs for what the engine says of the prompt, if anything.
+                prompt_only = sampling.max_tokens == 0
+                runs = None if prompt_only and sampling.prompt_logprobs is None else sequence
+                choices.append(Choice(len(choices), runs, output, timer, echo, message, scored, prompt_only))
         metrics.choices_asked.observe(sampling.n)
         return Generation(
             head=ReplyHead(reply_id, int(time.time()), model, conversation is not None),
@@ -92,10 +97,22 @@ class PromptMaker:
             prompt_tokens=prompt_tokens,
             shows_cached=self._info.prefix_caching,
             logprobs=sampling.logprobs is not None,
+            prompt_logprobs=request.prompt_logprobs,
             stream=bool(request.stream),
             include_usage=request.include_usage,
             continuous_usage=request.continuous_usage,
         )
+
+    def _check_room(self, prompt_len: int, sampling: SamplingParams) -> None:
+        """InvalidRequest where max_tokens is no cap, but has to fit."""
+        asked, limit = sampling.max_tokens or 0, self._info.max_model_len
+        if self._strict and prompt_len < limit < prompt_len + asked:
+            raise InvalidRequest(
+                f"prompt has {prompt_len} tokens and max_tokens is {asked}; the limit is {limit} tokens, prompt and "
+                f"output together, so that {limit - prompt_len} are left",
+                param="max_tokens",
+                code="context_length_exceeded",
+            )
 
     def text_ids(self, text: str, *, add_special_tokens: bool) -> Sequence[int]:
         """A prompt's token ids, as a completion has them. Raises InvalidRequest."""
@@ -113,6 +130,15 @@ class PromptMaker:
         """The text of each token alone; U+FFFD for part of a UTF-8 sequence."""
         tokenizer = self._require_tokenizer("return_token_strs")
         return [tokenizer.token_text(id) for id in ids]
+
+    def tokenizer_facts(self) -> dict[str, Any]:
+        """What vLLM's /tokenizer_info says of the tokenizer, as far as clients read it. Raises InvalidRequest."""
+        tokenizer = self._require_tokenizer("tokenizer_info")
+        ends = next(iter(tokenizer.eos_ids), None)
+        names = {"bos_token": tokenizer.bos_id, "eos_token": ends, "pad_token": None}
+        texts = {name: None if id is None else self.text_of([id]) for name, id in names.items()}
+        template = None if self._chat_template is None else self._chat_template.source
+        return {"tokenizer_class": "PreTrainedTokenizerFast", **texts, "chat_template": template}
 
     def _require_tokenizer(self, param: str) -> Tokenizer:
         if self._tokenizer is None:
@@ -210,7 +236,9 @@ class _Conversation:
         """For one choice. None: the reply is nothing but words."""
         if self.message_format == MessageFormat(None, None):
             return None
-        return MessageParser(self.message_format, self.text, self.callable.schemas, parallel=self.parallel)
+        named = self.callable.name is not None
+        schemas = self.callable.schemas
+        return MessageParser(self.message_format, self.text, schemas, parallel=self.parallel, is_named=named)
 
 
 def _at_least_one(sampling: SamplingParams) -> SamplingParams:

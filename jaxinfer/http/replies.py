@@ -7,13 +7,14 @@ text is encoded each time.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
+from jaxinfer.text.logprobs import OutputLogprob
 from jaxinfer.text.message import Call, MessageParser, Part, Thought, Words
-from jaxinfer.text.output import OutputDelta, OutputLogprob
+from jaxinfer.text.output import OutputDelta
 from jaxinfer.types import FinishReason
 
 DONE = b"data: [DONE]\n\n"
@@ -158,13 +159,14 @@ class WholeChoice:
 def read_message(parser: MessageParser, delta: OutputDelta) -> tuple[list[Part], str | None]:
     """The parts that a delta adds to a message, and why the message ends with it, if it does.
 
-    That is "tool_calls" where the model ended its turn and there is a call. A message that was cut keeps "length",
-    though it may have calls: another one could be missing.
+    That is "tool_calls" where the model ended its turn and there is a call that it chose itself; where the client named
+    the function it is "stop", as OpenAI has it. A message that was cut keeps "length", though it may have calls, as
+    another one could be missing.
     """
     parts = parser.push(delta.text)
     if delta.finish_reason is not None:
         parts += parser.flush()
-        if delta.finish_reason == FinishReason.STOP and parser.has_calls:
+        if delta.finish_reason == FinishReason.STOP and parser.has_calls and not parser.is_named:
             return parts, CALLS_REASON
     return parts, delta.finish_reason
 
@@ -194,8 +196,11 @@ def _reasoning(text: str) -> dict[str, Any]:
     return {"reasoning_content": text, "reasoning": text}
 
 
-def whole_body(head: ReplyHead, choices: Sequence[dict[str, Any]], usage: dict[str, Any]) -> bytes:
-    return _encode(head.fields(stream=False) | {"choices": choices, "usage": usage})
+def whole_body(
+    head: ReplyHead, choices: Sequence[dict[str, Any]], usage: dict[str, Any], more: Mapping[str, Any] | None = None
+) -> bytes:
+    """A reply that is not streamed. more: further fields of it."""
+    return _encode(head.fields(stream=False) | {"choices": choices, "usage": usage} | dict(more or {}))
 
 
 def logprobs_body(logprobs: Sequence[OutputLogprob] | None, *, chat: bool) -> dict[str, Any] | None:
@@ -206,7 +211,7 @@ def logprobs_body(logprobs: Sequence[OutputLogprob] | None, *, chat: bool) -> di
         return {"content": [_chat_logprob(entry) for entry in logprobs]}
     return {
         "tokens": [entry.token for entry in logprobs],
-        "token_logprobs": [_finite(entry.logprob) for entry in logprobs],
+        "token_logprobs": [None if entry.logprob is None else _finite(entry.logprob) for entry in logprobs],
         "top_logprobs": [_top_by_text(entry) for entry in logprobs],
         "text_offset": [entry.text_offset for entry in logprobs],
     }
@@ -215,7 +220,7 @@ def logprobs_body(logprobs: Sequence[OutputLogprob] | None, *, chat: bool) -> di
 def _chat_logprob(entry: OutputLogprob) -> dict[str, Any]:
     return {
         "token": entry.token,
-        "logprob": _finite(entry.logprob),
+        "logprob": LEAST_LOGPROB if entry.logprob is None else _finite(entry.logprob),
         "bytes": list(entry.bytes),
         "top_logprobs": [
             {"token": top.text, "logprob": _finite(top.logprob), "bytes": list(top.bytes)} for top in entry.top
@@ -223,8 +228,30 @@ def _chat_logprob(entry: OutputLogprob) -> dict[str, Any]:
     }
 
 
-def _top_by_text(entry: OutputLogprob) -> dict[str, float]:
-    """The likeliest tokens and the chosen one. Of two ids with one text the likelier counts."""
+def echoed_logprobs(prompt: Sequence[OutputLogprob], num_top: int) -> list[OutputLogprob]:
+    """Those of a prompt with so many alternatives."""
+    return [dataclasses.replace(entry, top=entry.top[:num_top]) for entry in prompt]
+
+
+def prompt_logprobs_body(prompt: Sequence[OutputLogprob], num_top: int) -> list[dict[str, Any] | None]:
+    """vLLM's `prompt_logprobs`: the tokens at each place of a prompt by their ids, its own first; None at the first."""
+    return [None if entry.logprob is None else _ranked(entry, num_top) for entry in prompt]
+
+
+def _ranked(entry: OutputLogprob, num_top: int) -> dict[str, Any]:
+    assert entry.logprob is not None
+    own = (entry.token_id, entry.token, entry.logprob, entry.rank)
+    top = ((one.token_id, one.text, one.logprob, rank) for rank, one in enumerate(entry.top[:num_top], 1))
+    ranked: dict[str, Any] = {}
+    for id, text, logprob, rank in (own, *top):
+        ranked.setdefault(str(id), {"logprob": _finite(logprob), "rank": rank, "decoded_token": text})
+    return ranked
+
+
+def _top_by_text(entry: OutputLogprob) -> dict[str, float] | None:
+    """The likeliest tokens and the chosen one. Of two ids with one text the likelier counts. None before all."""
+    if entry.logprob is None:
+        return None
     by_text: dict[str, float] = {}
     for text, logprob in (*((top.text, top.logprob) for top in entry.top), (entry.token, entry.logprob)):
         by_text[text] = max(_finite(logprob), by_text.get(text, LEAST_LOGPROB))

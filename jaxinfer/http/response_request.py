@@ -8,8 +8,10 @@ from typing import Any, NoReturn
 import msgspec
 
 from jaxinfer.http import known_fields, openai
+from jaxinfer.http.formed import formed
 from jaxinfer.http.known_fields import Label, Only, Refused, Rule
 from jaxinfer.http.response_items import add_items, read_choice, read_tools
+from jaxinfer.http.structured import text_format
 from jaxinfer.http.turns import Turns
 from jaxinfer.types import InvalidRequest
 
@@ -18,7 +20,6 @@ MAX_METADATA = 16
 
 _NO_EFFORT = "how much the model thinks is not set here, and thought is shown whole"
 
-_PLAIN: dict[str, Any] = {"format": {"type": "text"}}
 _SHARED = ("safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier", "moderation")
 FIELDS: Mapping[str, Rule] = {
     **{name: known_fields.FIELDS[name] for name in _SHARED},
@@ -27,7 +28,6 @@ FIELDS: Mapping[str, Rule] = {
     "prompt": Refused("prompts are not stored; give instructions and input"),
     "include": Only(([], ["reasoning.encrypted_content"]), "there is nothing of that kind to include"),
     "reasoning": Only(({}, {"effort": None}, {"effort": None, "summary": None}), _NO_EFFORT),
-    "text": Only(({}, _PLAIN, {"verbosity": "medium"}, _PLAIN | {"verbosity": "medium"}), "output is not constrained"),
     "max_tool_calls": Label("it counts tools that the server runs, and there are none"),
     "top_logprobs": Only((0,), "log-probabilities are not shown on this route"),
     "truncation": Only(("disabled",), "a conversation is not cut; start another, or leave out the oldest turns"),
@@ -38,6 +38,13 @@ FIELDS: Mapping[str, Rule] = {
 
 class ResponseStreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
     include_obfuscation: bool | None = None
+
+
+class Text(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
+    """How the words of a response are to be."""
+
+    format: dict[str, Any] | None = None
+    verbosity: str | None = None
 
 
 class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
@@ -51,6 +58,7 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True,
     top_p: float | None = None
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
+    text: Text | None = None
     store: bool | None = None
     previous_response_id: str | None = None
     metadata: dict[str, str] | None = None
@@ -78,8 +86,16 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True,
                 _refuse("stream_options", "stream_options needs stream: true")
             if self.stream_options.include_obfuscation:
                 _refuse("stream_options", "stream_options.include_obfuscation is true; events are not padded")
+        if self.text is not None and self.text.verbosity not in (None, "medium"):
+            shown = f"text.verbosity is {self.text.verbosity!r}"
+            _refuse("text.verbosity", f"{shown}; the model has no such setting, so that only 'medium' is accepted")
         if len(self.metadata or {}) > MAX_METADATA:
             _refuse("metadata", f"metadata has {len(self.metadata or {})} pairs; at most {MAX_METADATA} are kept")
+
+    @property
+    def text_format(self) -> dict[str, Any]:
+        """`text.format`, or what it is where there is none."""
+        return {"type": "text"} if self.text is None or self.text.format is None else self.text.format
 
     def messages(self, earlier: Sequence[dict[str, Any]] = ()) -> list[dict[str, Any]]:
         """The earlier messages of a chat and those of the input, without the instructions. Raises InvalidRequest."""
@@ -115,7 +131,7 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True,
             parallel_tool_calls=None if tools is None else self.parallel_tool_calls,
         )
         chat.check()
-        return chat
+        return formed(chat, text_format(self.text_format, "text.format"))
 
 
 _decoder = msgspec.json.Decoder(ResponsesRequest)

@@ -63,8 +63,7 @@ class ResponsesEndpoint:
         return True
 
     def is_constrained(self, request: ResponsesRequest) -> bool:
-        del request
-        return False
+        return bool(request.tools) or request.text is not None
 
     def prepare(self, request: ResponsesRequest, arrival_s: float) -> ResponseReply:
         response_id = f"resp_{uuid.uuid4().hex}"
@@ -210,7 +209,7 @@ def _fields(request: ResponsesRequest, generation: Generation) -> dict[str, Any]
         "reasoning": {"effort": None, "summary": None},
         "store": request.store is not False,
         "temperature": None if sequence is None else sequence.temperature,
-        "text": {"format": {"type": "text"}},
+        "text": {"format": request.text_format},
         "tool_choice": request.tool_choice or "auto",
         "tools": shown_tools(request.tools),
         "top_p": None if sequence is None else sequence.top_p,

@@ -16,8 +16,10 @@ from jaxinfer.http.replies import (
     ChunkEncoder,
     ReplyHead,
     WholeChoice,
+    echoed_logprobs,
     error_event,
     message_deltas,
+    prompt_logprobs_body,
     read_message,
     usage_body,
     usage_event,
@@ -44,6 +46,8 @@ class Choice:
     timer: SequenceTimer
     echo: str  # the prompt's text, shown before the output; empty: not shown
     message: MessageParser | None = None  # of a chat whose replies are more than words
+    echo_logprobs: int | None = None  # alternatives of each token of the prompt, shown with the echo; None: not those
+    prompt_only: bool = False  # whether the one token that it generates is not shown
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -56,6 +60,7 @@ class Generation:
     prompt_tokens: int  # each prompt once
     shows_cached: bool  # whether usage says how many of these were in the cache
     logprobs: bool
+    prompt_logprobs: int | None = None  # alternatives of each token of the prompt, in a field of their own; None: none
     stream: bool
     include_usage: bool
     continuous_usage: bool
@@ -78,8 +83,10 @@ class _Run:
 
     def __init__(self, engine: EngineHandle, choice: Choice, sink: Sink, end: Callable[[Exception | None], None]):
         self._engine = engine
+        self._choice = choice
         self._request = choice.request
         self._output = choice.output
+        self._echo_logprobs = choice.echo_logprobs  # until they are told
         self._timer = choice.timer
         self._sink = sink
         self._end = end
@@ -97,7 +104,10 @@ class _Run:
             self._timer.tokens(len(event.token_ids), now_s)
         if event.finish_reason is FinishReason.ERROR:
             return self.fail(_failure(event))
-        delta = self._output.push(event)
+        delta = self._prompt_only(event) if self._choice.prompt_only else self._output.push(event)
+        if delta is not None and self._echo_logprobs is not None:
+            prompt = echoed_logprobs(self._output.prompt_logprobs or (), self._echo_logprobs)
+            delta, self._echo_logprobs = delta._replace(logprobs=(*prompt, *(delta.logprobs or ()))), None
         if delta is None or delta.finish_reason is None:
             return self._sink.emit(delta)
         self._timer.finish(FinishReason(delta.finish_reason), now_s)
@@ -105,6 +115,9 @@ class _Run:
             self.cancel()
         self._sink.emit(delta)
         self._end(None)
+
+    def _prompt_only(self, event: TokenEvent) -> OutputDelta | None:
+        return OutputDelta(finish_reason=FinishReason.LENGTH) if self._output.read_prompt(event) else None
 
     def fail(self, error: Exception) -> None:
         self._timer.finish(FinishReason.ERROR, time.monotonic())
@@ -292,4 +305,10 @@ async def whole_reply(engine: EngineHandle, generation: Generation) -> bytes:
         whole.body(choice.index, chat=head.chat, logprobs=generation.logprobs)
         for choice, whole in zip(generation.choices, wholes, strict=True)
     ]
+    if (top := generation.prompt_logprobs) is None:
+        return whole_body(head, bodies, generation.usage())
+    prompts = [prompt_logprobs_body(choice.output.prompt_logprobs or (), top) for choice in generation.choices]
+    if head.chat:  # all choices have one prompt
+        return whole_body(head, bodies, generation.usage(), {"prompt_logprobs": prompts[0]})
+    bodies = [body | {"prompt_logprobs": prompt} for body, prompt in zip(bodies, prompts, strict=True)]
     return whole_body(head, bodies, generation.usage())

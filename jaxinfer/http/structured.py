@@ -1,4 +1,4 @@
-"""What a request body says of the form of its outputs: OpenAI's response_format, and the fields of vLLM."""
+"""What a request body says of the form of its outputs, in the words of OpenAI's two APIs, of Anthropic's and vLLM's."""
 
 from __future__ import annotations
 
@@ -107,25 +107,54 @@ def _structured_outputs(body: StructuredBody) -> StructuredOutputs:
 
 def _response_format(given: Mapping[str, Any]) -> StructuredOutputs | None:
     kind, name = given.get("type"), "response_format"
-    if kind not in ("text", "json_object", "json_schema"):
-        _refuse(f"{name}.type", f"{name}.type is {kind!r}; supported: text, json_object, json_schema")
-    _check_fields(given, {"type", "json_schema"} if kind == "json_schema" else {"type"}, name)
-    if kind == "text":
-        return None
-    if kind == "json_object":
-        return StructuredOutputs(json_object=True, param=name)
+    if kind != "json_schema":
+        return text_format(given, name)
+    _check_fields(given, {"type", "json_schema"}, name)
     described, name = given.get("json_schema"), f"{name}.json_schema"
     if not isinstance(described, Mapping):
         _refuse(name, f"{name} is {described!r:.60}; an object with name and schema is needed")
     _check_fields(described, {"name", "description", "schema", "strict"}, name)
-    label, schema, strict = (described.get(key) for key in ("name", "schema", "strict"))
+    return _named_schema(described, name)
+
+
+def text_format(given: Mapping[str, Any], path: str) -> StructuredOutputs | None:
+    """The form in the words of OpenAI's Responses API, whose schema has no object of its own; None: any.
+
+    path: where in the body it stands. Raises InvalidRequest.
+    """
+    kind = given.get("type")
+    if kind not in ("text", "json_object", "json_schema"):
+        _refuse(f"{path}.type", f"{path}.type is {kind!r}; supported: text, json_object, json_schema")
+    if kind == "json_schema":
+        _check_fields(given, {"type", "name", "description", "schema", "strict"}, path)
+        return _named_schema(given, path)
+    _check_fields(given, {"type"}, path)
+    return None if kind == "text" else StructuredOutputs(json_object=True, param=path)
+
+
+def message_format(given: Mapping[str, Any], path: str) -> StructuredOutputs:
+    """The form in the words of Anthropic's Messages API. Raises InvalidRequest."""
+    if (kind := given.get("type")) != "json_schema":
+        _refuse(f"{path}.type", f"{path}.type is {kind!r}; supported: json_schema")
+    _check_fields(given, {"type", "schema"}, path)
+    return _schema(given, path)
+
+
+def _named_schema(described: Mapping[str, Any], path: str) -> StructuredOutputs:
+    label, strict = described.get("name"), described.get("strict")
     if not (isinstance(label, str) and _SCHEMA_NAME.fullmatch(label)):
-        _refuse(f"{name}.name", f"{name}.name is {label!r:.80}; 1 to 64 characters of A-Z a-z 0-9 _ - are needed")
-    if not isinstance(schema, Mapping):
-        _refuse(f"{name}.schema", f"{name}.schema is {schema!r:.60}; a JSON Schema is needed")
+        _refuse(f"{path}.name", f"{path}.name is {label!r:.80}; 1 to 64 characters of A-Z a-z 0-9 _ - are needed")
+    form = _schema(described, path)
     if not isinstance(strict, bool | None):
-        _refuse(f"{name}.strict", f"{name}.strict is {strict!r:.60}; true or false is needed (both enforce the schema)")
-    return StructuredOutputs(json=schema, param=f"{name}.schema")
+        _refuse(f"{path}.strict", f"{path}.strict is {strict!r:.60}; true or false is needed (both enforce the schema)")
+    return form
+
+
+def _schema(described: Mapping[str, Any], path: str) -> StructuredOutputs:
+    schema = described.get("schema")
+    if not isinstance(schema, Mapping):
+        _refuse(f"{path}.schema", f"{path}.schema is {schema!r:.60}; a JSON Schema is needed")
+    return StructuredOutputs(json=schema, param=f"{path}.schema")
 
 
 def _check_fields(given: Mapping[str, Any], known: set[str], path: str) -> None:

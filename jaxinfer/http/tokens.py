@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize: what a prompt is in tokens, for clients that plan their context."""
+"""/tokenize, /detokenize and /tokenizer_info: what a prompt is in tokens, for clients that plan their context."""
 
 from __future__ import annotations
 
@@ -42,11 +42,16 @@ _detokenize_decoder = msgspec.json.Decoder(DetokenizeRequest)
 
 
 def token_routes(prompts: PromptMaker, info: EngineInfo) -> list[Route]:
-    """Both, under /v1 too, and Anthropic's count_tokens. They run in threads: a megabyte takes seconds."""
+    """The first two under /v1 too, and Anthropic's count_tokens. They run in threads: a megabyte takes seconds."""
     routes = []
     for path, act in (("/tokenize", _tokenize), ("/detokenize", _detokenize)):
         endpoint = _endpoint(act, prompts, info)
         routes += [Route(prefix + path, endpoint, methods=["POST"]) for prefix in ("", "/v1")]
+
+    async def describe(_: HttpRequest) -> Response:
+        return json_response(prompts.tokenizer_facts())
+
+    routes.append(Route("/tokenizer_info", describe, methods=["GET"]))
     counting = _endpoint(lambda body, prompts, _: count_tokens(body, prompts), prompts, info)
     return [*routes, Route("/v1/messages/count_tokens", counting, methods=["POST"])]
 

@@ -10,12 +10,13 @@ import secrets
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jaxinfer.runner import inputs
+from jaxinfer.runner import inputs, scoring
 from jaxinfer.runner.buckets import Bucket
 from jaxinfer.runner.executables import Executables, Program, hits_of_jax
 from jaxinfer.runner.step import StepBuilder
@@ -66,6 +67,7 @@ class Programs(NamedTuple):
     long_stores: Mapping[int, Any]  # by tokens: (host context, rows to store, staged inputs) -> host context
     gather_frame: Any = None  # (k_pages, v_pages, pages) -> frame; None: there is no host tier
     scatter_frame: Any = None  # (state, frame, pages) -> state
+    scored: Mapping[Bucket, Any] = MappingProxyType({})  # as steps, with targets behind: -> state, their scores
     copy_state: Any = None  # (state, place that is copied and where to) -> state; None: no recurrent states are kept
 
 
@@ -84,6 +86,7 @@ def compile_programs(
     small = small_programs(builder)
     sizes = builder.long.sizes if builder.long else ()
     long = {tokens: long_program(builder, params, tokens) for tokens in sizes}
+    scored = {bucket: scored_program(builder, params, bucket) for bucket in scored_buckets(builder)}
     stores = {tokens: long_store_program(builder, tokens) for tokens in sizes}
     programs = [
         *steps.values(),
@@ -92,6 +95,7 @@ def compile_programs(
         *small.values(),
         *long.values(),
         *stores.values(),
+        *scored.values(),
     ]
     made = _make(builder, programs, executables, progress, check)
     return Programs(
@@ -101,6 +105,7 @@ def compile_programs(
         **{name: made[program.name] for name, program in small.items()},
         long={tokens: made[program.name] for tokens, program in long.items()},
         long_stores={tokens: made[program.name] for tokens, program in stores.items()},
+        scored={bucket: made[program.name] for bucket, program in scored.items()},
     )
 
 
@@ -127,6 +132,7 @@ def largest_temp_bytes(
     programs = [step_program(builder, params, builder.buckets[-1])]
     if builder.long:
         programs.append(long_program(builder, params, builder.long.chunk))
+    programs += [scored_program(builder, params, bucket) for bucket in scored_buckets(builder)[-1:]]
     return max(_temp_bytes(builder, program, executables, progress, check) for program in programs)
 
 
@@ -210,6 +216,22 @@ def step_program(builder: StepBuilder, params: Any, bucket: Bucket) -> Program:
     args = (_abstract(params), builder.abstract_state, staged)
     options = _options(builder, captured=True)
     return Program(str(bucket), builder.step(bucket), args, builder.abstract_state, donated=(1,), options=options)
+
+
+def scored_buckets(builder: StepBuilder) -> list[Bucket]:
+    """Of the steps that can tell log-probabilities of prompts, smallest first: the mixed ones, with all their rows."""
+    rows = max(bucket.rows for bucket in builder.buckets)
+    mixed = [bucket for bucket in builder.buckets if not bucket.decode and bucket.rows == min(bucket.tokens, rows)]
+    return mixed if builder.scores else []
+
+
+def scored_program(builder: StepBuilder, params: Any, bucket: Bucket) -> Program:
+    """A bucket's step that scores. Never captured: its loop runs over the parts of the step that have targets."""
+    targets = builder.replicated((bucket.tokens,), jnp.int32)
+    scores = builder.replicated((bucket.tokens, scoring.num_fields(builder.shape.vocab_rows)), jnp.int32)
+    args = (_abstract(params), builder.abstract_state, builder.abstract_inputs, targets)
+    result, options = (builder.abstract_state, scores), _options(builder, captured=False)
+    return Program(f"scored {bucket}", builder.scored_step(bucket), args, result, donated=(1,), options=options)
 
 
 def sampler_program(builder: StepBuilder, rows: int) -> Program:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.params import Params
-from jaxinfer.runner import cache, compiled, host_pages, inputs, long_context, sampling
+from jaxinfer.runner import cache, compiled, host_pages, inputs, long_context, sampling, scoring
 from jaxinfer.runner.buckets import Bucket, choose
 from jaxinfer.runner.compiled import Programs, Progress
 from jaxinfer.runner.disk_pages import DiskPages
@@ -60,6 +60,7 @@ class InFlight(NamedTuple):
     plan: StepPlan
     tokens: jax.Array  # [N + 1]
     logprobs: jax.Array | None  # [N + 1, 1 + 2k]; None when no row asked
+    scores: jax.Array | None = None  # of the step's tokens, see `scoring.score`; None when no chunk asked
 
 
 class Unsampled(NamedTuple):
@@ -86,6 +87,7 @@ class ModelRunner:
         self._params = params
         self._programs = programs
         self._host: long_context.HostContext | None = None
+        self._scores: jax.Array | None = None  # of the step that was launched last, until it is read
         self._make_state()
         self._make_host()
         self._around_holes = cache.make_holes(self._hole_sizes()) if builder.platform != "cpu" else []
@@ -163,12 +165,13 @@ class ModelRunner:
         if plan.long is not None and plan.long.samples:
             slots.append(plan.long.slot)
         sampled = dict(zip(slots, np.asarray(in_flight.tokens)[slots].tolist(), strict=True))
+        scores = {} if in_flight.scores is None else scoring.unpack(plan, np.asarray(in_flight.scores))
         if in_flight.logprobs is None:
-            return StepResult(plan.step, sampled, {})
+            return StepResult(plan.step, sampled, {}, scores)
         packed = np.asarray(in_flight.logprobs)[slots]
         rows = zip(slots, *(part.tolist() for part in sampling.unpack_logprobs(packed)), strict=True)
         logprobs = {slot: TokenLogprobs(chosen, tuple(zip(ids, top, strict=True))) for slot, chosen, ids, top in rows}
-        return StepResult(plan.step, sampled, logprobs)
+        return StepResult(plan.step, sampled, logprobs, scores)
 
     def transferred(self) -> list[Transferred]:
         """The transfers that have ended. What they brought is there for whatever is launched from now on."""
@@ -232,11 +235,17 @@ class ModelRunner:
         stage = self._stage_rows if bucket.decode else self._stage
         stage(packed, plan.prefixes)
         staged = self._rows if bucket.decode else self._staged
-        self._state = self._programs.steps[bucket](self._params, self._state, staged)
+        if plan.is_scored:
+            behind = scoring.targets(plan, bucket.tokens)
+            self._state, self._scores = self._programs.scored[bucket](self._params, self._state, staged, behind)
+            self._scores.copy_to_host_async()
+        else:
+            self._state = self._programs.steps[bucket](self._params, self._state, staged)
 
     def _run_plan(self, plan: StepPlan) -> int:
         """Runs the smallest bucket that holds the plan, and returns its rows."""
-        bucket = choose(self._builder.buckets, decode=not plan.prefills, tokens=plan.num_tokens, rows=plan.num_rows)
+        buckets = tuple(self._programs.scored) if plan.is_scored else self._builder.buckets
+        bucket = choose(buckets, decode=not plan.prefills, tokens=plan.num_tokens, rows=plan.num_rows)
         self._run(bucket, plan)
         return bucket.rows
 
@@ -299,11 +308,12 @@ class ModelRunner:
         """Starts copying what the last step sampled to the host, before the next step overwrites it."""
         tokens = self._programs.read_tokens(self._state.last_token)
         tokens.copy_to_host_async()
+        scores, self._scores = self._scores, None
         if not wants_logprobs:
-            return InFlight(plan, tokens, None)
+            return InFlight(plan, tokens, None, scores)
         logprobs = self._programs.read_logprobs(self._state.logprobs)
         logprobs.copy_to_host_async()
-        return InFlight(plan, tokens, logprobs)
+        return InFlight(plan, tokens, logprobs, scores)
 
     def _set_up_slot(self, chunk: PrefillChunk | LongChunk | LastToken) -> None:
         shape = self._builder.shape
@@ -380,7 +390,7 @@ def _padded(packed: np.ndarray, size: int) -> np.ndarray:
 def _wait(in_flight: InFlight, timeout_s: float) -> None:
     """Returns when a step has run. To read what still runs would wait for ever if it never ended."""
     start_s = time.monotonic()
-    while not all(array.is_ready() for array in (in_flight.tokens, in_flight.logprobs) if array is not None):
+    while not all(array.is_ready() for array in in_flight[1:] if array is not None):
         waited_s = time.monotonic() - start_s
         if waited_s > timeout_s:
             raise StuckStep(f"step {in_flight.plan.step} was not done within {timeout_s:g} s (step_timeout_s)")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxinfer.models.model import Attend, Memory, Model, Placement, Recur
 from jaxinfer.params import Params, abstract_params
-from jaxinfer.runner import inputs, long_context, sampling
+from jaxinfer.runner import inputs, long_context, sampling, scoring
 from jaxinfer.runner.buckets import Bucket
 from jaxinfer.runner.cache import DeviceState, StateShape
 from jaxinfer.runner.long_context import HostContext, LongContext
@@ -33,6 +34,7 @@ MAX_MASK_ROWS = 16
 """Masks that are written at once."""
 
 Step = Callable[[Params, DeviceState, jax.Array], DeviceState]
+ScoredStep = Callable[[Params, DeviceState, jax.Array, jax.Array], tuple[DeviceState, jax.Array]]
 LongStep = Callable[[Params, DeviceState, HostContext, jax.Array], tuple[DeviceState, HostContext]]
 
 
@@ -75,6 +77,7 @@ class StepBuilder:
     buckets: tuple[Bucket, ...]
     axis_rules: rules.Rules = dataclasses.field(default_factory=lambda: rules.TENSOR_PARALLEL)
     frame_pages: int = 0  # G, pages that travel to the host and back at once; 0: there is no host tier
+    scores: bool = False  # whether log-probabilities of prompts can be asked for
     long: LongContext | None = None  # None: no sequence outgrows the device's pages
     target_of_plan: Target | None = None  # what a mesh without devices stands for; None: the mesh has devices
 
@@ -154,22 +157,33 @@ class StepBuilder:
 
     def step(self, bucket: Bucket) -> Step:
         """(params, state, packed inputs) -> state, which is donated and holds by slot what was sampled."""
+        return self._step(bucket, scored=False)
+
+    def scored_step(self, bucket: Bucket) -> ScoredStep:
+        """(params, state, packed inputs, targets [T]) -> state, and the scores of the targets: see `scoring.score`."""
+        return self._step(bucket, scored=True)
+
+    def _step(self, bucket: Bucket, *, scored: bool) -> Callable[..., Any]:
         split = rules.split(self.mesh, self.axis_rules)
 
-        def run(params: Params, state: DeviceState, packed: jax.Array) -> DeviceState:
+        def run(params: Params, state: DeviceState, packed: jax.Array, *targets: jax.Array) -> Any:
             packed = packed[: inputs.packed_size(bucket, self.shape.page_size)]
             step = inputs.unpack(packed, bucket, page_size=self.shape.page_size, num_slots=self.shape.num_slots)
-            return self._run(params, state, step, split)
+            state, hidden, place = self._run(params, state, step, split)
+            if not scored:
+                return state
+            logits = functools.partial(self.model.logits, params, place=place)
+            return state, scoring.score(logits, hidden, *targets, self.vocab_size)
 
         if self.mesh.size == 1:
             return run
         state_specs = jax.tree.map(lambda a: a.sharding.spec, self.abstract_state)
-        replicated = PartitionSpec()
+        specs = (rules.partitions(self.model.specs, self.mesh, self.axis_rules), state_specs, PartitionSpec())
         return jax.shard_map(
             run,
             mesh=self.mesh,
-            in_specs=(rules.partitions(self.model.specs, self.mesh, self.axis_rules), state_specs, replicated),
-            out_specs=state_specs,
+            in_specs=(*specs, PartitionSpec()) if scored else specs,
+            out_specs=(state_specs, PartitionSpec()) if scored else state_specs,
             check_vma=False,
         )
 
@@ -305,7 +319,8 @@ class StepBuilder:
 
     def _run(
         self, params: Params, state: DeviceState, step: inputs.StepInputs, split: Mapping[str, tuple[str, ...]]
-    ) -> DeviceState:
+    ) -> tuple[DeviceState, jax.Array, Placement]:
+        """The state after the step, and its hidden states [T, D]."""
         state = self._update(state, step)
         rows = self._rows(state, step)
         tokens = state.last_token[step.slot[rows.token_row]]  # NO_TOKEN reads some row of the table: to no end
@@ -341,7 +356,7 @@ class StepBuilder:
         last = jnp.maximum(rows.query_start + rows.query_len - 1, 0)
         logits = self.model.logits(params, hidden[last], place)
         slots = jnp.where(step.samples, step.slot, self.shape.num_slots)
-        return self._keep(state, slots, step.context_len + step.query_len, logits)
+        return self._keep(state, slots, step.context_len + step.query_len, logits), hidden, place
 
     def _counters(self) -> jax.Ref | None:
         return None if self.target.platform == "cpu" else jax.new_ref(jnp.zeros(NUM_COUNTERS, jnp.int32))

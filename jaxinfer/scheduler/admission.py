@@ -113,7 +113,7 @@ class Admission:
 
     def _find(self, seq: Sequence, step: int) -> Hit:
         """What the cache has of its known tokens but the last: that one is computed, as a token is sampled from it."""
-        if not self.limits.prefix_caching or seq.is_suspect:
+        if not self.limits.prefix_caching or seq.is_suspect or seq.is_to_score:
             return MISS
         return self._cache.find(seq.request.cache_salt, seq.tokens[: min(len(seq.tokens) - 1, seq.num_device)], step)
 

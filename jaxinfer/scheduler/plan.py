@@ -39,6 +39,8 @@ class PrefillChunk:
     history: (
         Sequence[int] | None
     )  # with the first chunk of an admission, all known tokens (prompt, then output), else None
+    next_token: int | None = None  # that known to follow the chunk; None: none is
+    scored: bool = False  # whether the log-probabilities of the tokens behind each of the chunk's are read
 
 
 class LastToken(NamedTuple):
@@ -225,6 +227,11 @@ class StepPlan:
         )
 
     @property
+    def is_scored(self) -> bool:
+        """Whether log-probabilities of prompts are read."""
+        return any(chunk.scored for chunk in self.prefills)
+
+    @property
     def chunks(self) -> Sequence[PrefillChunk | LongChunk]:
         """All rows but the decode rows."""
         return self.prefills if self.long is None else (self.long,)
@@ -237,3 +244,5 @@ class StepResult:
     step: int
     token_ids: dict[int, int]  # slot -> token; -1: its logits were not numbers, and no token could be chosen
     logprobs: dict[int, TokenLogprobs]  # slot -> log-probabilities, for requests that asked
+    # slot -> those of the tokens at positions start + 1 and up, for chunks that are scored.
+    scores: Mapping[int, Sequence[TokenLogprobs]] = dataclasses.field(default_factory=dict)

@@ -1,7 +1,6 @@
 """Scheduler: decides what each step computes. Host integers only; it never pads and never waits.
 
-That it runs ahead of the device has consequences, which the package lists.
-"""
+That it runs ahead of the device has consequences, which the package lists."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from collections import deque
 from typing import NamedTuple
 
 from jaxinfer.config import SchedulerLimits
-from jaxinfer.scheduler import integrity, report
+from jaxinfer.scheduler import integrity, report, scoring
 from jaxinfer.scheduler.admission import Admission
 from jaxinfer.scheduler.constraints import Constraints, Masks, Prepare
 from jaxinfer.scheduler.kv_cache import KvCache
@@ -40,6 +39,7 @@ class _Flight(NamedTuple):
 
     step: int
     samplers: dict[int, Sequence]  # slot -> sequence that held it when the plan was made; rows that sample only
+    scored: list[scoring.Scored]
 
 
 class Scheduler:
@@ -198,9 +198,8 @@ class Scheduler:
     def describe(self) -> str:
         """What it holds, in some lines for a log."""
         admitted = [*self._running, *self._admission]
-        return report.describe(
-            self.cache.pool, admitted, [*self._admission.waiting], {f.step: f.samplers for f in self._in_flight}
-        )
+        flights = {flight.step: flight.samplers for flight in self._in_flight}
+        return report.describe(self.cache.pool, admitted, [*self._admission.waiting], flights)
 
     def next_plan(self) -> StepPlan | None:
         """Plans one step, or returns None when there is nothing that can be planned before another `apply`.
@@ -224,7 +223,7 @@ class Scheduler:
         constrained = self._constraints.concern(samplers.values())
         plan = StepPlan(self.num_steps, decodes, prefills, prefixes, transfers, long, kept, constrained)
         if plan.num_rows:
-            self._in_flight.append(_Flight(self.num_steps, samplers))
+            self._in_flight.append(_Flight(self.num_steps, samplers, scoring.scored_chunks(prefills, self._running)))
         self.num_steps += 1
         return plan
 
@@ -244,7 +243,9 @@ class Scheduler:
             raise RuntimeError(f"the result is of step {result.step}, but the oldest plan in flight is {expected}")
         token_ids, logprobs = result.token_ids, result.logprobs
         events: list[TokenEvent] = []
-        for slot, seq in self._in_flight.popleft().samplers.items():
+        flight = self._in_flight.popleft()
+        scoring.tell(flight.scored, result)
+        for slot, seq in flight.samplers.items():
             if seq.finished:
                 continue  # a wasted row: it ended after this step was planned
             try:
@@ -372,10 +373,9 @@ class Scheduler:
                 salt, end = seq.request.cache_salt, seq.num_computed
                 filled = range(chunk.start // limits.page_size, end // limits.page_size)
                 self.cache.prefix.insert(salt, seq.tokens, seq.pages, filled, self.num_steps)
-                place = (
-                    self.cache.prefix.keep_state(salt, seq.tokens[:end], self.num_steps) if end in seq.cuts else None
-                )
-                kept += [] if place is None else [KeptState(chunk.slot, place)]
+                if end in seq.cuts:
+                    place = self.cache.prefix.keep_state(salt, seq.tokens[:end], self.num_steps)
+                    kept += [] if place is None else [KeptState(chunk.slot, place)]
             num_left -= len(chunk.token_ids)
             seq = self._admit(prefixes) if num_left and self._prefilling is None else None
         return chunks

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import islice
 
 from jaxinfer.config import SchedulerLimits
 from jaxinfer.scheduler.matching import Matcher
@@ -49,6 +52,7 @@ class Sequence:
         "refused",
         "request",
         "request_id",
+        "scores",
         "slot",
         "state",
         "state_end",
@@ -92,6 +96,8 @@ class Sequence:
         # Whether its logits were not numbers once, when it had begun with pages of others: it goes on with none of them
         # and gives none away, so that a second time would be its own fault.
         self.is_suspect = False
+        # Log-probabilities of the prompt's tokens from the second on, as far as they are known; None: nobody asks.
+        self.scores: list[TokenLogprobs] | None = None if request.prompt_logprobs is None else []
         self.matcher: Matcher | None = None  # has taken in the known tokens of the output; None: it may be anything
         self.was_admitted = False
         self.finished = False
@@ -115,6 +121,13 @@ class Sequence:
                 f"the prompt has {prompt_len} tokens; with 1 token of output that is more than the context of "
                 f"{limits.max_model_len}",
                 param="prompt",
+                code="context_length_exceeded",
+            )
+        if request.prompt_logprobs is not None and prompt_len > self.num_device:
+            raise InvalidRequest(
+                f"prompt_logprobs is {request.prompt_logprobs} and the prompt has {prompt_len} tokens; those of at "
+                f"most {self.num_device}, which the cache holds, can be told",
+                param="prompt_logprobs",
                 code="context_length_exceeded",
             )
         if self.max_computed > self.num_device + limits.long_tokens:
@@ -219,7 +232,24 @@ class Sequence:
             request=self.request,
             prompt_len=self.prompt_len,
             history=self.tokens[:] if start == self.prefix_len else None,
+            next_token=self.tokens[end] if end < len(self.tokens) else None,
+            scored=self.is_to_score and start < self.prompt_len - 1,
         )
+
+    @property
+    def is_to_score(self) -> bool:
+        """Whether log-probabilities of its prompt are still to be told."""
+        return self.scores is not None and len(self.scores) < self.prompt_len - 1
+
+    def score(self, start: int, scores: Iterable[TokenLogprobs]) -> None:
+        """Takes in the log-probabilities of the tokens behind `start`: those that are not known, of the prompt alone.
+
+        A chunk that was planned twice, because its sequence was preempted, counts once.
+        """
+        known = self.scores
+        if known is not None and start <= len(known):
+            for found in islice(scores, len(known) - start, self.prompt_len - 1 - start):
+                known.append(replace(found, top=found.top[: self.request.prompt_logprobs]))
 
     def take_long(self, max_tokens: int) -> LongChunk:
         """Plans the next tokens that no page holds: known ones, `max_tokens` at most, or the last one sampled."""
@@ -245,14 +275,15 @@ class Sequence:
         tokens.append(token)
         self.num_in_flight -= 1
         tops = None if self.num_logprobs is None else self._cut(logprobs)
-        cached = self.num_cached if len(tokens) == self.prompt_len + 1 else 0
+        is_first = len(tokens) == self.prompt_len + 1
+        cached, scores = (self.num_cached, self.scores) if is_first else (0, None)
         if token in self.stop_ids and len(tokens) > self.min_len:
             reason, stop_id = FinishReason.STOP, token
         elif self.matcher is not None and self.matcher.accept(token):
             reason, stop_id = FinishReason.STOP, None
         elif len(tokens) > self.max_computed:
             reason, stop_id = FinishReason.LENGTH, None
-        elif cached:
+        elif cached or scores is not None:
             reason, stop_id = None, None
         else:  # nearly always, so it names no field that keeps its default
             return TokenEvent(request_id=self.request_id, token_ids=(token,), logprobs=tops)
@@ -264,6 +295,7 @@ class Sequence:
             finish_reason=reason,
             stop_id=stop_id,
             cached_tokens=cached,
+            prompt_logprobs=scores,
         )
 
     def _cut(self, logprobs: TokenLogprobs | None) -> tuple[TokenLogprobs]:

@@ -59,14 +59,18 @@ class MessageParser:
     """One message, from its text as it arrives. The parts joined do not depend on how the text is cut.
 
     tools: of the request; calls are looked for only where there are some. prompt: which may open the thought.
-    parallel: whether calls after the first are given; otherwise they are dropped.
+    parallel: whether calls after the first are given; otherwise they are dropped. is_named: whether the client named
+    the function, so that a call is no news to it.
     """
 
-    def __init__(self, message_format: MessageFormat, prompt: str, tools: Tools, *, parallel: bool):
+    def __init__(
+        self, message_format: MessageFormat, prompt: str, tools: Tools, *, parallel: bool, is_named: bool = False
+    ):
         self._format = message_format
         self._splitter = ReasoningSplitter(message_format.reasoning, prompt) if message_format.reasoning else None
         self._parser = ToolCallParser(message_format.tool_calls, tools) if message_format.tool_calls and tools else None
         self._parallel = parallel
+        self.is_named = is_named
         self._num_calls = 0
 
     @property

@@ -2,40 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from jaxinfer.text.detokenizer import Detokenizer
+from jaxinfer.text.logprobs import OutputLogprob, PromptLogprobs, spelled
 from jaxinfer.text.requests import special_stops
 from jaxinfer.text.stop import StopMatcher
 from jaxinfer.text.tokenizer import Tokenizer
 from jaxinfer.types import FinishReason, SamplingParams, TokenEvent, TokenLogprobs
-
-
-class TopLogprob(NamedTuple):
-    """One of the likeliest tokens at a position."""
-
-    token_id: int
-    text: str
-    bytes: bytes
-    logprob: float
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class OutputLogprob:
-    """Natural log-probabilities of one generated token."""
-
-    token_id: int
-    token: str
-    """Its text alone; U+FFFD for part of a UTF-8 sequence."""
-    bytes: bytes
-    """Its raw bytes, which joined give the text of the output."""
-    logprob: float
-    top: tuple[TopLogprob, ...]
-    """The likeliest tokens at this position, likeliest first."""
-    text_offset: int
-    """Characters of the output before this token's own, a stop string included that is not shown in the end."""
 
 
 class OutputDelta(NamedTuple):
@@ -65,7 +40,8 @@ class OutputStream:
 
     A delta with a finish reason is the last: later events give None. It can come before the engine's own last event,
     when a stop string matched; the caller then cancels the engine's request. Without a tokenizer there is no text.
-    `always_shown` are special tokens that are in the text even where `sampling` leaves them out.
+    `always_shown` are special tokens that are in the text even where `sampling` leaves them out; `num_echoed` counts
+    characters that the client is shown before the output.
     """
 
     def __init__(
@@ -75,9 +51,11 @@ class OutputStream:
         sampling: SamplingParams,
         *,
         always_shown: Collection[int] = (),
+        num_echoed: int = 0,
     ):
         self._tokenizer = tokenizer
         self._sampling = sampling
+        self._prompt = None if sampling.prompt_logprobs is None else PromptLogprobs(tokenizer, prompt_ids, sampling)
         self._detokenizer = None
         if tokenizer is not None:
             self._detokenizer = Detokenizer(
@@ -92,6 +70,7 @@ class OutputStream:
         self._waiting: list[_Token] = []  # taken while a stop string that was complete could still lose to another
         self._num_tokens = 0
         self._num_chars = 0
+        self._num_echoed = num_echoed
         self._num_cached_tokens = 0
         self._finished = False
 
@@ -104,6 +83,11 @@ class OutputStream:
     def num_cached_tokens(self) -> int:
         """Tokens of the prompt that were in the cache already; 0 until the first token."""
         return self._num_cached_tokens
+
+    @property
+    def prompt_logprobs(self) -> list[OutputLogprob] | None:
+        """One for every token of the prompt, from the first event on; None where nobody asked."""
+        return None if self._prompt is None else self._prompt.found
 
     @property
     def has_text(self) -> bool:
@@ -121,6 +105,7 @@ class OutputStream:
             return None
         if event.cached_tokens:
             self._num_cached_tokens = event.cached_tokens
+        self.read_prompt(event)
         if self._is_plain and event.finish_reason is None:
             return self._pass(event.token_ids)
         text: list[str] = []
@@ -136,6 +121,13 @@ class OutputStream:
         if not tokens and not any(text):
             return None
         return self._delta(text, tokens)
+
+    def read_prompt(self, event: TokenEvent) -> bool:
+        """Takes what an event says of the prompt, and of nothing else; whether it says it."""
+        if self._prompt is None or event.prompt_logprobs is None:
+            return False
+        self._prompt.take(event.prompt_logprobs)
+        return True
 
     def _pass(self, ids: Sequence[int]) -> OutputDelta | None:
         """Tokens of an output of which nothing is withheld: nearly every event."""
@@ -204,10 +196,4 @@ class OutputStream:
         return OutputDelta("".join(text), tuple(token.id for token in tokens), logprobs)
 
     def _output_logprob(self, id: int, logprobs: TokenLogprobs) -> OutputLogprob:
-        top = tuple(TopLogprob(top_id, *self._spell(top_id), logprob) for top_id, logprob in logprobs.top)
-        return OutputLogprob(id, *self._spell(id), logprobs.logprob, top, self._num_chars)
-
-    def _spell(self, id: int) -> tuple[str, bytes]:
-        if self._tokenizer is None:
-            return f"token_id:{id}", b""
-        return self._tokenizer.token_text(id), self._tokenizer.token_bytes(id)
+        return spelled(self._tokenizer, id, logprobs, self._num_echoed + self._num_chars)

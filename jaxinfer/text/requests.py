@@ -52,6 +52,12 @@ def lower(
             f"session_id is {sampling.session_id!r}, but the server keeps nothing of a request: prefix caching is off",
             param="session_id",
         )
+    if sampling.prompt_logprobs is not None and not info.has_prompt_logprobs:
+        raise InvalidRequest(
+            "log-probabilities of a prompt (prompt_logprobs, or logprobs with echo) are not computed here; an engine "
+            "that was started with --enable-prompt-logprobs does",
+            param="prompt_logprobs",
+        )
     _check_ids(sampling.logit_bias, "logit_bias", info)
     _check_ids(sampling.stop_token_ids, "stop_token_ids", info)
     stop_ids = _stop_ids(sampling, info, tokenizer)
@@ -72,6 +78,7 @@ def lower(
         logit_bias=dict(sampling.logit_bias),
         stop_ids=stop_ids,
         logprobs=sampling.logprobs,
+        prompt_logprobs=sampling.prompt_logprobs,
         cache_salt=sampling.cache_salt or "",
         priority=sampling.priority,
         session_id=sampling.session_id or "",

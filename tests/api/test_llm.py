@@ -15,7 +15,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from jaxinfer.api import LLM
 from jaxinfer.text.chat_template import ChatTemplate
 from jaxinfer.text.control_tokens import ControlTokens
-from jaxinfer.text.output import OutputLogprob
+from jaxinfer.text.logprobs import OutputLogprob
 from jaxinfer.types import FinishReason, InvalidRequest, SamplingParams, UnknownSession
 
 # Printable ASCII, then bytes that make up "é" and "😀", so that outputs hold parts of characters.
@@ -198,6 +198,20 @@ def test_tokens_without_a_text_are_never_drawn(llm):
     hot = SamplingParams(temperature=50.0, seed=1, max_tokens=90, ignore_eos=True, n=4)
     (output,) = llm.generate("a", hot)
     assert max(max(sample.token_ids) for sample in output.outputs) <= EOS
+
+
+def test_logprobs_are_of_the_raw_logits_whatever_the_token_is_chosen_by(llm):
+    """B5.7."""
+    first = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, logprobs=3)
+    (raw,) = alone(llm, "ab", first).logprobs
+    second = raw.top[1]
+    (forced,) = alone(llm, "ab", dataclasses.replace(first, logit_bias={second.token_id: 100.0})).logprobs
+    assert (forced.token_id, forced.logprob) == (second.token_id, pytest.approx(second.logprob, abs=1e-5))
+    hot = {"temperature": 2.0, "top_p": 0.5, "min_p": 0.1, "repetition_penalty": 1.5, "presence_penalty": 1.0}
+    for other in ({"top_k": 2}, {"frequency_penalty": 2.0, "logit_bias": {raw.token_id: -50.0}}):
+        (found,) = alone(llm, "ab", dataclasses.replace(first, seed=1, **hot | other)).logprobs
+        assert [top.token_id for top in found.top] == [top.token_id for top in raw.top]
+        assert [top.logprob for top in found.top] == pytest.approx([top.logprob for top in raw.top], abs=1e-5)
 
 
 def test_logprobs_are_there_for_every_token_when_asked_for(llm):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import json
 import os
@@ -9,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -172,6 +174,47 @@ def test_killed_engine_ends_streams_with_an_error_then_health_says_so_then_the_s
     assert server.process.wait(10) == 1
     assert server.stderr.splitlines()[-1] == "jaxinfer serve: the engine's process ended (exit code -9)"
     assert "Traceback" not in server.stderr
+
+
+@pytest.mark.long
+def test_killed_engine_ends_every_open_stream_with_an_error_and_the_server_exits(serve):
+    """Of four kinds, some that wait for a slot still; those of the OpenAI API end with [DONE]."""
+    server = serve()
+    hello = [{"role": "user", "content": "a"}]
+    asked = {
+        "/v1/completions": LONG | {"n": 32},
+        "/v1/chat/completions": {"messages": hello, "max_tokens": 200, "stream": True, "n": 32},
+        "/v1/responses": {"input": "a", "max_output_tokens": 200, "stream": True},
+        "/v1/messages": {"messages": hello, "max_tokens": 200, "stream": True},
+    }
+
+    def read(path: str) -> tuple[int, str]:
+        with httpx.stream("POST", server.url + path, json=asked[path], timeout=60) as reply:
+            text = ""
+            for piece in reply.iter_text():
+                text += piece
+                begun.set()
+            return reply.status_code, text
+
+    begun = threading.Event()
+    with concurrent.futures.ThreadPoolExecutor(12) as pool:
+        replies = [pool.submit(read, path) for path in [*asked] * 3]
+        assert begun.wait(60)
+        time.sleep(0.3)
+        os.kill(server.engine_pid, signal.SIGKILL)
+        found = [(path, *reply.result()) for path, reply in zip([*asked] * 3, replies, strict=True)]
+    num_streams = 0
+    for path, status, text in found:
+        if status != 200:  # nothing of it had begun, so that it has a status of its own
+            assert status in (500, 503) and "engine" in text
+            continue
+        num_streams += 1
+        ends = text.rstrip().split("\n\n")
+        if "completions" in path:
+            assert ends.pop() == "data: [DONE]"
+        assert "error" in ends[-1] or "response.failed" in ends[-1], ends[-1]
+    assert num_streams >= 1 and server.health() in (503, None)
+    assert server.process.wait(20) == 1
 
 
 @pytest.mark.parametrize(

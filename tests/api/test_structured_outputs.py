@@ -134,21 +134,22 @@ def test_a_special_token_may_stand_in_a_grammar(llm, prompt):
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-def test_outputs_for_schemas_of_the_published_suite_validate_and_mostly_end(llm):
-    """20 drawn schemas, 256 tokens each. With penalties, as this small model repeats itself where it may."""
-    drawn = [group["schema"] for group in random.Random(0).sample(SUITE, 20)]
-    text = 'Give a very short JSON value, such as 3, "yes" or {"a": 1}.'
-    prompt = llm.chat_prompt([{"role": "user", "content": text}])
-    fields = {"max_tokens": 256, "temperature": 1.0, "frequency_penalty": 1.0, "presence_penalty": 0.5}
+def test_outputs_for_schemas_of_the_published_suite_validate_and_mostly_end():
+    """100 drawn schemas, 256 tokens each. With penalties, as this small model repeats itself where it may."""
+    seed = random.SystemRandom().randrange(2**32)
+    print(f"schemas drawn with seed {seed}")
+    drawn = [group["schema"] for group in random.Random(seed).sample(SUITE, 100)]
+    fields = {"max_tokens": 256, "temperature": 0.5, "frequency_penalty": 0.5, "presence_penalty": 0.2}
     asked = [params(json=schema, seed=seed, **fields) for seed, schema in enumerate(drawn)]
-    outputs = llm.generate([prompt] * len(drawn), asked)
-    num_ended = 0
-    for schema, output in zip(drawn, outputs, strict=True):
-        completion = output.outputs[0]
-        if completion.finish_reason == FinishReason.LENGTH:
-            assert len(completion.token_ids) == 256
+    options = {"max_model_len": 448, "max_num_seqs": 25, "max_num_batched_tokens": 64, "compile_cache_dir": ""}
+    with LLM("smollm2-135m", dtype="float32", show_progress=False, **options) as llm:
+        text = 'Give a very short JSON value, such as 3, "yes" or {"a": 1}.'
+        prompt = llm.chat_prompt([{"role": "user", "content": text}])
+        outputs = [output.outputs[0] for output in llm.generate([prompt] * len(drawn), asked)]
+    ended = [output.finish_reason == FinishReason.STOP for output in outputs]
+    for schema, output, has_ended in zip(drawn, outputs, ended, strict=True):
+        if has_ended:
+            jsonschema.Draft202012Validator(schema).validate(json.loads(output.text))
         else:
-            assert completion.finish_reason == FinishReason.STOP
-            num_ended += 1
-            jsonschema.Draft202012Validator(schema).validate(json.loads(completion.text))
-    assert num_ended >= 12
+            assert (output.finish_reason, len(output.token_ids)) == (FinishReason.LENGTH, 256)
+    assert sum(ended) >= 80, f"{sum(ended)} of 100 outputs for the schemas of seed {seed} ended"

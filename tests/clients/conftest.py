@@ -26,7 +26,8 @@ class Model:
 @pytest.fixture(scope="session")
 def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("clients")
-    flags = ("--max-model-len", "256", "--max-num-seqs", "4", "--compile-cache-dir", str(folder / "compiled"))
+    flags = ("--max-model-len", "256", "--max-num-seqs", "4", "--enable-prompt-logprobs")
+    flags += ("--compile-cache-dir", str(folder / "compiled"))
     serving = Serving(folder / "log", MODEL, *flags, XLA_FLAGS="")
     try:
         model = Model(serving.wait_until_ready().url)

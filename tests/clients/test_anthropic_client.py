@@ -1,6 +1,7 @@
 """Anthropic's own client, unchanged."""
 
 import asyncio
+import typing
 
 import pytest
 
@@ -9,6 +10,7 @@ from tests.clients import installed
 from tests.http.test_tools import CALL, PARAMETERS
 
 anthropic = installed.client("anthropic")
+pydantic = installed.client("pydantic")
 
 pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
@@ -54,6 +56,22 @@ def test_asynchronous_client_gets_the_same(model):
             return text_of(streamed), text_of(await client.messages.create(**ASK, extra_body=GREEDY))
 
     assert asyncio.run(ask()) == (model.text, model.text)
+
+
+def test_messages_are_parsed_into_the_clients_own_type_whole_and_streamed(client):
+    class Answer(pydantic.BaseModel):
+        capital: typing.Literal["Paris", "Rome"]
+        is_large: bool
+
+    ask = ASK | {"max_tokens": 100}
+    whole = client.messages.parse(**ask, output_format=Answer, extra_body=GREEDY)
+    assert isinstance(whole.parsed_output, Answer)
+    with client.messages.stream(**ask, output_format=Answer, extra_body=GREEDY) as stream:
+        assert stream.get_final_message().parsed_output == whole.parsed_output
+    beta = client.beta.messages.parse(**ask, output_format=Answer, extra_body=GREEDY)
+    assert beta.parsed_output == whole.parsed_output
+    with pytest.raises(anthropic.BadRequestError, match="output_config.effort"):
+        client.messages.create(**ask, output_config={"effort": "low"})
 
 
 def test_tokens_are_counted_and_failures_are_the_clients_own_exceptions(client):

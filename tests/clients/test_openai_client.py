@@ -2,8 +2,10 @@
 
 import asyncio
 import json
+import typing
 
 import openai
+import pydantic
 import pytest
 
 from tests.api.test_serve import CAPITAL, MESSAGES, MODEL
@@ -90,6 +92,79 @@ def test_responses_are_made_streamed_continued_shown_and_deleted(client, model):
     client.responses.delete(more.id)
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(more.id)
+
+
+class Answer(pydantic.BaseModel):
+    """The form of an answer."""
+
+    capital: typing.Literal["Paris", "Rome"]
+    is_large: bool
+    neighbours: list[typing.Literal["Spain", "Italy"]] = pydantic.Field(max_length=1)
+
+
+PARSE = {"model": MODEL, "messages": MESSAGES, "temperature": 0, "max_tokens": 100}
+RESPOND_PARSED = {"model": MODEL, "input": MESSAGES, "temperature": 0, "max_output_tokens": 100}
+
+
+def test_answers_are_parsed_into_the_clients_own_type_whole_and_streamed(client):
+    whole = client.beta.chat.completions.parse(**PARSE, response_format=Answer).choices[0].message
+    answer = whole.parsed
+    assert isinstance(answer, Answer) and Answer.model_validate_json(whole.content) == answer
+    assert client.chat.completions.parse(**PARSE, response_format=Answer).choices[0].message.parsed == answer
+    with client.beta.chat.completions.stream(**PARSE, response_format=Answer) as stream:
+        events = list(stream)
+        final = stream.get_final_completion().choices[0].message
+    assert final.parsed == answer and final.content == whole.content
+    assert "content.done" in {event.type for event in events}
+    assert "".join(event.delta for event in events if event.type == "content.delta") == whole.content
+
+
+def test_responses_are_parsed_whole_and_streamed(client):
+    answer = client.responses.parse(**RESPOND_PARSED, text_format=Answer).output_parsed
+    assert isinstance(answer, Answer)
+    with client.responses.stream(**RESPOND_PARSED, text_format=Answer) as stream:
+        list(stream)
+        assert stream.get_final_response().output_parsed == answer
+
+
+def test_asynchronous_client_parses_the_same(client, model):
+    async def ask():
+        async with openai.AsyncOpenAI(base_url=f"{model.url}/v1", api_key="none", max_retries=0) as client:
+
+            async def whole():
+                reply = await client.beta.chat.completions.parse(**PARSE, response_format=Answer)
+                return reply.choices[0].message.parsed
+
+            async def streamed():
+                async with client.beta.chat.completions.stream(**PARSE, response_format=Answer) as stream:
+                    async for _ in stream:
+                        pass
+                    return (await stream.get_final_completion()).choices[0].message.parsed
+
+            async def responded():
+                return (await client.responses.parse(**RESPOND_PARSED, text_format=Answer)).output_parsed
+
+            return await asyncio.gather(whole(), streamed(), responded())
+
+    first, second, third = asyncio.run(ask())
+    assert first == second == client.chat.completions.parse(**PARSE, response_format=Answer).choices[0].message.parsed
+    assert isinstance(third, Answer)
+
+
+def test_arguments_of_calls_are_parsed_into_the_clients_own_type(script):
+    class look(pydantic.BaseModel):  # noqa: N801
+        """Looks."""
+
+        x: int
+
+    script.engine.reply = CALL
+    ask = {"model": "models/fake", "temperature": 0, "messages": [{"role": "user", "content": "Hello"}]}
+    tools = [openai.pydantic_function_tool(look)]
+    whole = script.openai.beta.chat.completions.parse(**ask, tools=tools).choices[0].message
+    with script.openai.beta.chat.completions.stream(**ask, tools=tools) as stream:
+        streamed = stream.get_final_completion().choices[0].message
+    for message in (whole, streamed):
+        assert message.tool_calls[0].function.parsed_arguments == look(x=1)
 
 
 def test_models_are_listed_and_failures_are_the_clients_own_exceptions(client):

@@ -70,6 +70,7 @@ class FakeEngine:
             num_pages=8,
             max_num_seqs=8,
             prefix_caching=self.prefix_caching,
+            has_prompt_logprobs=True,
         )
 
     def ids_for(self, request):
@@ -154,6 +155,7 @@ class FakeEngine:
                 finish_reason=reason,
                 stop_id=stop_id,
                 cached_tokens=cached,
+                prompt_logprobs=self._prompt_logprobs(request) if sent == len(ids) else None,
             )
             if reason is not None:
                 return
@@ -164,6 +166,16 @@ class FakeEngine:
         return [
             TokenLogprobs(self.logprob, [((id + k) % self.info.vocab_size, -k - 0.5) for k in range(request.logprobs)])
             for id in ids
+        ]
+
+    def _prompt_logprobs(self, request):
+        """Every token is the second likeliest."""
+        if request.prompt_logprobs is None:
+            return None
+        tops = [(k + 1) % 2 + k // 2 * 2 for k in range(request.prompt_logprobs)]  # 1, 0, 3, 2, ...
+        return [
+            TokenLogprobs(-1.5, [((id + k) % self.info.vocab_size, -i - 0.5) for i, k in enumerate(tops)], 2)
+            for id in request.prompt_ids[1:]
         ]
 
     async def session(self, action, session_id):

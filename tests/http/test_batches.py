@@ -1,5 +1,6 @@
 """/v1/files and /v1/batches: as OpenAI's client uses them, over restarts, cancelled, and refused."""
 
+import gzip
 import http.client
 import json
 
@@ -71,6 +72,29 @@ def test_a_batch_is_answered_in_one_file_and_its_bad_rows_in_another(start):
     assert done.created_at <= done.in_progress_at <= done.finalizing_at <= done.completed_at
     assert done.expires_at == done.created_at + 24 * 3600
     assert list((server.app.batches._store.folder / "jobs").iterdir()) == []
+
+
+def test_a_line_of_the_output_has_the_fields_that_openai_gives_it(start):
+    """B12.3."""
+    server = start()
+    done = wait_for_state(server, begin(server, [*rows(1), batch_row("wrong", temperature=-1)]), "completed", "failed")
+    (line,) = lines_of(server, done.output_file_id)
+    assert line.keys() == {"id", "custom_id", "response", "error"}
+    assert (line["custom_id"], line["error"]) == ("row-0", None) and line["id"].startswith("batch_req_")
+    assert line["response"].keys() == {"status_code", "request_id", "body"}
+    assert line["response"]["status_code"] == 200 and line["response"]["body"]["object"] == "text_completion"
+    (error,) = lines_of(server, done.error_file_id)
+    assert error.keys() == line.keys() and error["response"]["status_code"] == 400
+
+
+@pytest.mark.parametrize("content", [b"\x1f\x8bnonsense", gzip.compress(b'{"prompt": "Hello"}\n' * 50)[:40]])
+def test_a_file_that_cannot_be_unpacked_fails_its_batch_without_a_path_of_the_server(start, tmp_path, content):
+    server = start()
+    file = server.openai.files.create(file=("rows.jsonl.gz", content), purpose="batch")
+    batch = server.openai.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
+    (error,) = wait_for_state(server, batch, "failed").errors.data
+    assert error.code == "invalid_file" and f"{file.id} is no whole gzip file" in error.message
+    assert str(tmp_path) not in server.http.get(f"/v1/batches/{batch.id}").text
 
 
 def test_a_batch_goes_on_after_a_restart_and_each_row_is_answered_once(start):

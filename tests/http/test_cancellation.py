@@ -35,6 +35,7 @@ BODIES = {
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("phase", ["queued", "decoding"])
 def test_closing_the_socket_cancels_every_sequence(server, engine, path, stream, n, phase):
+    """B9.1."""
     engine.step_s = 0.01
     if phase == "queued":
         engine.gate.clear()
@@ -105,6 +106,8 @@ def test_closing_one_stream_leaves_the_others_running(server, engine):
 
 
 def test_cancelled_sequences_count_as_abort_and_not_as_success(server, engine):
+    """B9.3."""
+
     def count(reason):
         lines = server.metrics().splitlines()
         name = f'finished_reason="{reason}"'

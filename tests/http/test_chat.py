@@ -18,6 +18,7 @@ def user(content):
 
 
 def test_first_chunk_of_an_index_has_the_role_and_empty_content(server):
+    """B2.1, B11.5."""
     events = server.stream_chat(n=2, max_tokens=3)
     for index in (0, 1):
         assert deltas(events, index)[0] == {"role": "assistant", "content": ""}
@@ -28,12 +29,14 @@ def test_first_chunk_of_an_index_has_the_role_and_empty_content(server):
 
 
 def test_later_deltas_have_no_role_and_no_null_content(server):
+    """B2.2."""
     for delta in deltas(server.stream_chat(max_tokens=5))[1:]:
         assert "role" not in delta
         assert delta == {} or isinstance(delta["content"], str)
 
 
 def test_last_delta_without_text_is_empty_and_has_the_finish_reason(server, engine):
+    """B2.3."""
     engine.end_with_eos = True
     last = server.stream_chat()[-2]["choices"][0]
     assert last["delta"] == {}
@@ -41,6 +44,7 @@ def test_last_delta_without_text_is_empty_and_has_the_finish_reason(server, engi
 
 
 def test_exactly_one_finish_chunk_per_index(server):
+    """B2.4, B11.5."""
     events = server.stream_chat(n=3, max_tokens=5)
     for index in range(3):
         reasons = [c["finish_reason"] for e in events[:-1] for c in e["choices"] if c["index"] == index]
@@ -49,6 +53,7 @@ def test_exactly_one_finish_chunk_per_index(server):
 
 
 def test_usage_comes_once_after_all_finishes_with_no_choices(server):
+    """B2.5."""
     events = server.stream_chat(n=2, max_tokens=4, stream_options={"include_usage": True})
     whole = server.chat(n=2, max_tokens=4).json()["usage"]
     assert events[-2]["choices"] == []
@@ -58,22 +63,26 @@ def test_usage_comes_once_after_all_finishes_with_no_choices(server):
 
 
 def test_without_the_option_there_is_no_usage_anywhere(server):
+    """B2.5."""
     for options in ({}, {"stream_options": {"include_usage": False}}, {"stream_options": None}):
         assert all("usage" not in e for e in server.stream_chat(max_tokens=4, **options)[:-1])
 
 
 def test_stream_options_without_stream_are_refused(server):
+    """B2.7."""
     refused(server.chat(stream_options={"include_usage": True}), "stream_options")
     refused(server.chat(stream=False, stream_options={}), "stream_options")
 
 
 def test_streamed_content_equals_the_whole_message(server):
+    """B7.6."""
     message = server.chat(max_tokens=20).json()["choices"][0]["message"]
     streamed = "".join(delta.get("content", "") for delta in deltas(server.stream_chat(max_tokens=20)))
     assert message == {"role": "assistant", "content": streamed}
 
 
 def test_prompt_is_the_rendered_template_without_further_special_tokens(server, engine):
+    """B12.6."""
     server.chat(messages=[{"role": "system", "content": "be brief"}, user("Hello")])
     text = "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
     assert list(engine.requests[0].prompt_ids) == server.tokenizer.encode(text, add_special_tokens=False)
@@ -132,16 +141,19 @@ def test_message_that_cannot_be_honoured_is_refused_with_its_place(server, messa
 
 
 def test_words_of_the_template_are_the_message_of_a_400(server):
+    """B3.6."""
     message = refused(server.chat(messages=[{"role": "assistant", "content": "x"}]), "messages")
     assert "the user must speak first" in message
 
 
 def test_chat_runs_to_the_end_of_the_context_unless_asked_otherwise(server):
+    """B8.2."""
     usage = server.chat().json()["usage"]
     assert usage["total_tokens"] == 64
 
 
 def test_max_completion_tokens_wins_over_max_tokens(server):
+    """B8.3."""
     assert server.chat(max_tokens=9, max_completion_tokens=3).json()["usage"]["completion_tokens"] == 3
     assert server.chat(max_completion_tokens=3).json()["usage"]["completion_tokens"] == 3
     assert server.chat(max_tokens=9).json()["usage"]["completion_tokens"] == 9
@@ -165,6 +177,7 @@ def test_max_completion_tokens_wins_over_max_tokens(server):
     ],
 )
 def test_value_that_cannot_be_honoured_is_refused_with_its_parameter(server, engine, body, param):
+    """B3.2, B5.4."""
     refused(server.chat(**body), param)
     assert not engine.requests
 
@@ -175,6 +188,7 @@ def test_values_that_ask_for_nothing_are_accepted(server):
 
 
 def test_logprobs_have_bytes_and_the_top_entries_of_each_token(server):
+    """B5.4."""
     content = server.chat(logprobs=True, top_logprobs=2, max_tokens=4).json()["choices"][0]["logprobs"]["content"]
     assert len(content) == 4
     assert [len(entry["top_logprobs"]) for entry in content] == [2] * 4
@@ -182,6 +196,7 @@ def test_logprobs_have_bytes_and_the_top_entries_of_each_token(server):
 
 
 def test_bytes_of_partial_utf8_tokens_join_to_the_text(server, engine):
+    """B5.5."""
     engine.reply = "한"
     num_tokens = len(server.tokenizer.encode("한", add_special_tokens=False))
     events = server.stream_chat(logprobs=True, max_tokens=num_tokens)[:-1]

@@ -28,6 +28,7 @@ def test_reply_has_the_shape_that_openai_gives_it(server):
 
 
 def test_string_prompt_is_encoded_with_the_models_special_tokens_once(server, engine):
+    """B12.6."""
     server.complete(prompt="Hello")
     server.complete(prompt="<|bos|>Hello")
     first, second = (list(request.prompt_ids) for request in engine.requests)
@@ -163,12 +164,15 @@ def test_model_defaults_hold_where_the_request_is_silent(server, engine):
         ({"priority": "1"}, "priority"),
         ({"suffix": "x"}, "suffix"),
         ({"best_of": 2}, "best_of"),
-        ({"echo": True, "logprobs": 1}, "logprobs"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options"),
     ],
 )
 def test_value_that_cannot_be_honoured_is_refused_with_its_parameter(server, engine, body, param):
+    """B3.2, B5.1, B6.8, B8.3."""
     refused(server.complete(**body), param)
     assert not engine.requests
 
@@ -181,12 +185,14 @@ def test_best_of_equal_to_n_is_accepted(server):
 
 
 def test_echo_puts_the_prompts_text_first(server):
+    """B1.7."""
     ids = server.tokenizer.encode("Hello", add_special_tokens=False)
     for prompt in ("Hello", ids):
         assert choices(server.complete(prompt=prompt, echo=True))[0]["text"].startswith("Hellothe cat")
 
 
 def test_echo_with_max_tokens_0_gives_only_the_prompt(server, engine):
+    """B1.7."""
     reply = server.complete(echo=True, max_tokens=0)
     assert choices(reply)[0]["text"] == "Hello"
     assert choices(reply)[0]["finish_reason"] == "length"
@@ -195,6 +201,7 @@ def test_echo_with_max_tokens_0_gives_only_the_prompt(server, engine):
 
 
 def test_echoed_text_does_not_match_a_stop_string(server):
+    """B6.8."""
     choice = choices(server.complete(prompt="stop here", echo=True, stop=["stop"], max_tokens=3))[0]
     assert choice["finish_reason"] == "length"
     assert choice["text"].startswith("stop here")
@@ -204,6 +211,7 @@ def test_echoed_text_does_not_match_a_stop_string(server):
 
 
 def test_logprobs_are_parallel_lists_with_one_entry_per_token(server):
+    """B5.1."""
     logprobs = choices(server.complete(logprobs=2, max_tokens=5))[0]["logprobs"]
     assert {len(values) for values in logprobs.values()} == {5}
     assert logprobs.keys() == {"tokens", "token_logprobs", "top_logprobs", "text_offset"}
@@ -211,12 +219,14 @@ def test_logprobs_are_parallel_lists_with_one_entry_per_token(server):
 
 
 def test_logprobs_0_gives_the_sampled_token_only(server):
+    """B5.1."""
     logprobs = choices(server.complete(logprobs=0, max_tokens=3))[0]["logprobs"]
     tokens = logprobs["tokens"]
     assert logprobs["top_logprobs"] == [{token: -0.5} for token in tokens]
 
 
 def test_text_offset_goes_on_across_the_chunks_of_a_stream(server):
+    """B5.2."""
     whole = choices(server.complete(logprobs=1, max_tokens=8))[0]
     events = server.stream_complete(logprobs=1, max_tokens=8)[:-1]
     offsets = [o for e in events for o in e["choices"][0]["logprobs"]["text_offset"]]
@@ -226,6 +236,7 @@ def test_text_offset_goes_on_across_the_chunks_of_a_stream(server):
 
 
 def test_every_token_has_its_logprob_when_a_chunk_has_several(server, engine):
+    """B5.8."""
     whole = choices(server.complete(logprobs=1, max_tokens=8))[0]["logprobs"]
     engine.tokens_per_event = 3
     events = server.stream_complete(logprobs=1, max_tokens=8)[:-1]
@@ -234,11 +245,13 @@ def test_every_token_has_its_logprob_when_a_chunk_has_several(server, engine):
 
 @pytest.mark.parametrize("logprob", [float("-inf"), float("nan")])
 def test_logprob_that_json_cannot_say_is_clamped(server, engine, logprob):
+    """B5.6."""
     engine.logprob = logprob
     assert choices(server.complete(logprobs=0, max_tokens=2))[0]["logprobs"]["token_logprobs"] == [-9999.0] * 2
 
 
 def test_of_two_ids_with_one_text_the_larger_logprob_is_kept(server, engine):
+    """B5.9."""
     engine.reply = "한"  # each of its bytes alone reads as U+FFFD
     top = choices(server.complete(logprobs=20, max_tokens=1))[0]["logprobs"]["top_logprobs"][0]
     assert top["\ufffd"] == -0.5
@@ -249,6 +262,7 @@ def test_of_two_ids_with_one_text_the_larger_logprob_is_kept(server, engine):
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 5])
 def test_stop_string_may_end_inside_a_token_and_what_follows_is_discarded(server, engine, num_tokens):
+    """B6.1, B6.5."""
     engine.reply, engine.tokens_per_event = "ABC DEF ABC", num_tokens
     for stop in ("DE", ["DE"]):
         choice = choices(server.complete(stop=stop))[0]
@@ -256,6 +270,7 @@ def test_stop_string_may_end_inside_a_token_and_what_follows_is_discarded(server
 
 
 def test_earliest_stop_wins_whatever_the_order_of_the_list(server):
+    """B6.2."""
     for stop in (["mat", "sat"], ["sat", "mat"]):
         assert choices(server.complete(stop=stop))[0]["stop_reason"] == "sat"
 
@@ -265,6 +280,7 @@ def test_stop_string_can_be_shown(server):
 
 
 def test_text_that_only_began_like_a_stop_string_is_released_at_the_end(server):
+    """B6.4."""
     assert choices(server.complete(stop="mat!", max_tokens=7))[0]["text"].startswith("the cat sat on the")
     events = server.stream_complete(stop=["the catX"], max_tokens=3)[:-1]
     whole = choices(server.complete(max_tokens=3))[0]["text"]
@@ -278,24 +294,35 @@ def test_stop_string_ends_the_engines_request(server, engine):
 
 
 def test_stop_string_ends_the_engines_request_of_its_own_choice_only(server, engine):
+    """B11.5."""
     found = choices(server.complete(prompt=["Hello", "Hello"], stop="sat", max_tokens=40))
     assert [c["finish_reason"] for c in found] == ["stop", "stop"]
     assert len(engine.cancelled) == 2
 
 
+def test_one_stop_string_is_a_list_of_one_and_null_is_none(server):
+    """B6.8."""
+    bodies = [choices(server.complete(stop=stop, max_tokens=6))[0] for stop in ("sat", ["sat"], None, [])]
+    assert bodies[0] == bodies[1] and bodies[0]["stop_reason"] == "sat"
+    assert bodies[2] == bodies[3] == choices(server.complete(max_tokens=6))[0]
+
+
 def test_min_tokens_suppresses_stop_strings(server):
+    """B6.9."""
     choice = choices(server.complete(stop="the", min_tokens=3, max_tokens=20))[0]
     assert choice["text"].startswith("the cat")
     assert choice["finish_reason"] == "stop"
 
 
 def test_eos_stops_without_a_stop_reason(server, engine):
+    """B6.6."""
     engine.end_with_eos = True
     choice = choices(server.complete(max_tokens=50))[0]
     assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == (engine.reply, "stop", None)
 
 
 def test_stop_token_id_is_the_stop_reason_and_is_not_shown(server):
+    """B1.6."""
     ids = server.tokenizer.encode(server.engine.reply, add_special_tokens=False)
     choice = choices(server.complete(stop_token_ids=[ids[2]]))[0]
     assert choice["stop_reason"] == ids[2]
@@ -303,6 +330,7 @@ def test_stop_token_id_is_the_stop_reason_and_is_not_shown(server):
 
 
 def test_stop_string_that_is_a_special_token_works_while_these_are_skipped(server, engine):
+    """B6.7."""
     engine.reply = "the cat<|im_end|> sat"
     choice = choices(server.complete(stop="<|im_end|>"))[0]
     assert (choice["text"], choice["stop_reason"]) == ("the cat", "<|im_end|>")
@@ -318,21 +346,25 @@ def test_special_tokens_are_shown_on_request(server, engine):
 
 
 def test_prompt_as_long_as_the_context_is_refused_with_both_numbers(server):
+    """B3.5, B8.1, B8.5."""
     refused(server.complete(prompt=[5] * 64), "prompt", "64 tokens", "limit is 64")
     refused(server.complete(prompt=[5] * 100), "prompt", "100 tokens", "limit is 64")
 
 
 def test_max_tokens_is_a_cap_that_the_context_may_cut(server):
+    """B8.1."""
     reply = server.complete(prompt=[5] * 60, max_tokens=1000)
     assert choices(reply)[0]["finish_reason"] == "length"
     assert reply.json()["usage"]["completion_tokens"] == 4
 
 
 def test_max_completion_tokens_wins_in_completions_too(server):
+    """B8.3."""
     assert server.complete(max_tokens=9, max_completion_tokens=3).json()["usage"]["completion_tokens"] == 3
 
 
 def test_completions_have_16_tokens_unless_asked_otherwise(server):
+    """B8.2."""
     assert server.complete().json()["usage"]["completion_tokens"] == 16
 
 
@@ -340,6 +372,7 @@ def test_completions_have_16_tokens_unless_asked_otherwise(server):
 
 
 def test_index_is_prompt_times_n_plus_sample_and_choices_come_sorted(server, engine):
+    """B11.1."""
     found = choices(server.complete(prompt=["Hello", "ABC", "DEF"], n=2, echo=True, max_tokens=2))
     assert [c["index"] for c in found] == list(range(6))
     assert [c["text"][:2] for c in found] == ["He", "He", "AB", "AB", "DE", "DE"]
@@ -347,17 +380,20 @@ def test_index_is_prompt_times_n_plus_sample_and_choices_come_sorted(server, eng
 
 
 def test_usage_counts_each_prompt_once_and_sums_completions(server):
+    """B11.2."""
     usage = server.complete(prompt=[[5, 6, 7], [8]], n=3, max_tokens=4).json()["usage"]
     assert usage == {"prompt_tokens": 4, "completion_tokens": 24, "total_tokens": 28}
 
 
 def test_seeded_samples_differ_and_are_reproducible(server):
+    """B11.3."""
     first, second = (choices(server.complete(n=4, temperature=1, seed=11)) for _ in range(2))
     assert first == second
     assert len({c["text"] for c in first}) > 1
 
 
 def test_greedy_samples_are_equal(server):
+    """B11.4."""
     found = choices(server.complete(n=3))
     assert len({c["text"] for c in found}) == 1
 

@@ -127,6 +127,12 @@ def test_wrong_type_is_400_with_the_path(server, body, param):
 # Routes, models, sizes
 
 
+def test_there_is_no_generate_whose_streams_would_have_to_repeat_all_text(server):
+    """B12.5."""
+    reply = server.http.post("/generate", json={"text": "Hello", "stream": True})
+    assert reply.status_code == 404 and "/generate" in reply.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("path", ["/static", "/v1", "/v1/nothing", "/v1/completions/", "/V1/completions"])
 def test_unknown_route_is_404(server, path):
     error_of(server.http.get(path), 404, "route_not_found")
@@ -205,6 +211,7 @@ def test_bad_request_has_its_status_even_of_a_stream(server, body):
 
 
 def test_failure_after_the_first_token_is_one_error_event_and_then_done(server, engine):
+    """B1.8, B3.3."""
     engine.fail_after = 3
     for ask in (server.complete, server.chat):
         reply = ask(stream=True)
@@ -229,6 +236,7 @@ def test_failed_choice_cancels_its_siblings(server, engine):
 
 
 def test_failing_request_leaves_other_requests_alone(server, engine):
+    """B3.4."""
     engine.step_s, engine.fail_after, engine.fail_only = 0.02, 2, "1-0"
     body = {"prompt": "Hello", "stream": True, "max_tokens": 16, "temperature": 0}
     with server.http.stream("POST", "/v1/completions", json=body) as going_on:
@@ -293,6 +301,7 @@ def test_many_upgrades_in_one_go_and_a_connect_harm_no_other_connection(server):
 
 
 def test_models_are_listed_with_the_usable_context(server):
+    """B8.4, B12.1."""
     body = server.http.get("/v1/models").json()
     assert body["object"] == "list"
     model = body["data"][0]

@@ -193,3 +193,15 @@ def test_certificate_that_cannot_be_served_is_refused_with_its_files(certificate
         config = ServerConfig(ssl_certfile=str(cert_file), ssl_keyfile=key_file and str(key_file))
         with pytest.raises(ConfigError, match=f"HTTPS cannot be served with ssl_certfile '{cert_file}'"):
             check_certificate(config)
+
+
+def test_strict_server_refuses_what_it_would_have_to_cut(own_server):
+    """B8.1, B8.5."""
+    server = own_server(config=ServerConfig(port=0, strict_max_tokens=True))
+    room = 64 - len(server.tokenizer.encode("Hello", add_special_tokens=True))
+    assert server.complete(max_tokens=room).json()["usage"]["completion_tokens"] == room
+    assert server.complete(max_tokens=None).status_code == 200
+    for ask in (server.complete, server.chat):
+        error = ask(max_tokens=64).json()["error"]
+        assert (error["param"], error["code"]) == ("max_tokens", "context_length_exceeded")
+        assert "max_tokens is 64; the limit is 64 tokens" in error["message"]

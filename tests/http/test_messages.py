@@ -180,6 +180,11 @@ def test_tokens_are_counted_as_the_reply_counts_them(server, engine):
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking is"),
         ({"stop_sequences": [""]}, "stop contains an empty string"),
         ({"temperature": -1}, "temperature is -1"),
+        ({"output_config": {"effort": "low"}}, "output_config.effort is 'low'"),
+        ({"output_config": {"format": {"type": "json_object"}}}, "output_config.format.type is 'json_object'"),
+        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema is None"),
+        ({"output_config": {"format": {"type": "json_schema", "schema": {"not": {}}}}}, '"not"'),
+        ({"output_format": {"type": "json_schema"}}, "output_format.schema is None"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])

@@ -65,6 +65,7 @@ def value(server, name, **labels):
 
 
 def test_metrics_are_prometheus_text_with_every_name_in_both_sets(server):
+    """B10."""
     assert server.http.get("/metrics").headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
     found = families(server)
     for prefix in ("jaxinfer:", "vllm:"):
@@ -78,6 +79,7 @@ def test_metrics_are_prometheus_text_with_every_name_in_both_sets(server):
 
 
 def test_histogram_buckets_are_cumulative_and_end_at_the_count(server):
+    """B10."""
     server.complete()
     for prefix in ("jaxinfer:", "vllm:"):
         samples = families(server)[prefix + "time_to_first_token_seconds"].samples
@@ -98,6 +100,7 @@ def test_each_sequence_is_one_first_token_and_each_further_token_one_interval(se
 
 
 def test_first_token_time_is_measured_from_arrival(server, engine):
+    """B10."""
     engine.step_s = 0.05
     before = value(server, "jaxinfer:time_to_first_token_seconds_sum")
     server.complete(max_tokens=2)
@@ -106,12 +109,14 @@ def test_first_token_time_is_measured_from_arrival(server, engine):
 
 @pytest.mark.parametrize(("body", "reason"), [({}, "length"), ({"stop": "sat"}, "stop")])
 def test_ends_are_counted_by_reason(server, body, reason):
+    """B9.3, B10."""
     before = value(server, "vllm:request_success_total", finished_reason=reason)
     server.complete(**body)
     assert value(server, "vllm:request_success_total", finished_reason=reason) == before + 1
 
 
 def test_prefix_cache_is_told_of_in_tokens_and_pages(own_server):
+    """B10."""
     server = own_server(prefix_caching=True, cached_tokens={"0-0": 4})
     assert server.complete(prompt=[5] * 7).status_code == 200
     for prefix in ("jaxinfer:", "vllm:"):
@@ -134,6 +139,7 @@ def test_without_a_prefix_cache_nothing_is_looked_up_in_it(server):
 
 
 def test_gauges_follow_the_engine_and_return_to_0_after_drain(server, engine):
+    """B10."""
     engine.gate.clear()
     thread = threading.Thread(target=server.complete)
     thread.start()
@@ -147,6 +153,8 @@ def test_gauges_follow_the_engine_and_return_to_0_after_drain(server, engine):
 
 
 def test_counters_never_decrease(server):
+    """B10."""
+
     def counters():
         return {
             (sample.name, *sorted(sample.labels.items())): sample.value

@@ -258,7 +258,13 @@ def test_client_that_leaves_stops_the_engine_and_the_response_is_cancelled(serve
         ({"surprise": 1}, "surprise"),
         ({"background": True}, "background"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
-        ({"text": {"format": {"type": "json_object"}}}, "text"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
+        ({"text": {"format": {"type": "json_object", "schema": {}}}}, "text.format.schema"),
+        ({"text": {"format": {"type": "json_schema", "schema": {}}}}, "text.format.name"),
+        ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema"),
+        ({"text": {"format": {"type": "json_schema", "name": "a", "schema": {"not": {}}}}}, "text.format.schema"),
+        ({"text": {"verbosity": "low"}}, "text.verbosity"),
+        ({"text": {"surprise": 1}}, "text.surprise"),
         ({"reasoning": {"effort": "high"}}, "reasoning"),
         ({"truncation": "auto"}, "truncation"),
         ({"conversation": "c"}, "conversation"),
@@ -277,7 +283,11 @@ def test_what_cannot_be_done_is_400_that_names_it(server, engine, body, param, s
 
 def test_fields_that_ask_for_what_is_done_anyway_are_accepted(server):
     fields = {"background": False, "tools": [], "tool_choice": "auto", "truncation": "disabled", "include": []}
-    fields |= {"text": {"format": {"type": "text"}}, "service_tier": "auto", "parallel_tool_calls": True}
+    fields |= {
+        "text": {"format": {"type": "text"}, "verbosity": "medium"},
+        "service_tier": "auto",
+        "parallel_tool_calls": True,
+    }
     assert ask(server, **fields).status_code == 200
 
 

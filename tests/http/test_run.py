@@ -56,6 +56,7 @@ def test_restart_on_the_same_port_is_possible_at_once(own_server):
 
 
 def test_accepted_sockets_send_without_delay():
+    """B1.1."""
     with bind("127.0.0.1", 0) as sock:
         sock.listen()
         with socket.create_connection(sock.getsockname()), sock.accept()[0] as accepted:

@@ -53,6 +53,36 @@ def test_without_a_form_nothing_is_constrained(server, engine, body):
     assert [request.grammar for request in engine.requests] == [""]
 
 
+FORMAT = {"type": "json_schema", "schema": SCHEMA}
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "form"),
+    [
+        ("responses", {"text": {"format": {"type": "json_object"}}}, {"json_object": True}),
+        ("responses", {"text": {"format": FORMAT | {"name": "thing", "strict": True}}}, {"json": SCHEMA}),
+        ("responses", {"text": {"format": {"type": "text"}}}, None),
+        ("messages", {"output_config": {"format": FORMAT}}, {"json": SCHEMA}),
+        ("messages", {"output_format": FORMAT}, {"json": SCHEMA}),
+        ("messages", {"output_config": {"format": None}}, None),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_form_in_the_words_of_the_other_routes_reaches_the_engine(server, engine, path, body, form, stream):
+    limits = {"messages": HELLO, "max_tokens": 2} if path == "messages" else {"input": "Hello", "max_output_tokens": 2}
+    reply = server.http.post(f"/v1/{path}", json=limits | body | {"stream": stream})
+    assert reply.status_code == 200, reply.text
+    wanted = "" if form is None else write(StructuredOutputs(**form))
+    assert [request.grammar for request in engine.requests] == [wanted]
+
+
+def test_a_response_shows_the_format_that_it_was_asked_for(server):
+    given = {"type": "json_schema", "name": "thing", "schema": SCHEMA}
+    reply = server.http.post("/v1/responses", json={"input": "Hello", "text": {"format": given}})
+    assert reply.json()["text"] == {"format": given}
+
+
 SCHEMA_FIELD = "response_format.json_schema"
 
 

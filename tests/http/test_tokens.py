@@ -32,6 +32,15 @@ def test_messages_become_the_ids_that_a_chat_would_run(server, engine):
         assert body["count"] == len(body["tokens"])
 
 
+def test_tokenizer_is_described_as_lm_eval_and_vllms_clients_read_it(server):
+    facts = server.http.get("/tokenizer_info").json()
+    for name in ("bos_token", "eos_token"):
+        ids = tokenize(server, prompt=facts[name], add_special_tokens=False).json()["tokens"]
+        assert len(ids) == 1 and server.tokenizer.is_special(ids[0])
+    assert facts["eos_token"] == server.tokenizer.decode(server.tokenizer.eos_ids[:1], skip_special_tokens=False)
+    assert "messages" in facts["chat_template"] and facts["pad_token"] is None
+
+
 def test_texts_of_the_tokens_joined_are_the_text(server):
     for body in ({"prompt": TEXT}, {"messages": [{"role": "user", "content": TEXT}]}):
         shown = tokenize(server, return_token_strs=True, **body).json()

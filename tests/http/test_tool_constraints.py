@@ -62,6 +62,20 @@ def test_a_choice_that_has_to_be_followed_becomes_a_grammar(server, body, expect
     assert form_of(server, **body, **thinking) == write(dataclasses.replace(form, thought_begun=begun))
 
 
+@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "look"}])
+@pytest.mark.parametrize("alone", [None, False, True])
+def test_anthropics_choice_is_exactly_one_call_where_the_client_disables_others(server, choice, alone):
+    """Anthropic promises exactly one use with `disable_parallel_tool_use`, and otherwise at least one."""
+    tool = {"name": "look", "input_schema": LOOK["function"]["parameters"]}
+    flag = {} if alone is None else {"disable_parallel_tool_use": alone}
+    body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1, "tools": [tool]}
+    reply = server.http.post("/v1/messages", json=body | {"tool_choice": choice | flag})
+    assert reply.status_code == 200, reply.text
+    form = tool_calls({"look": tool["input_schema"]}, name=choice.get("name"), parallel=not alone)
+    (request,) = server.engine.requests
+    assert request.grammar == write(dataclasses.replace(form, thought_begun=False))
+
+
 def test_without_such_a_choice_nothing_is_constrained(server):
     assert form_of(server) == form_of(server, tool_choice="auto") == form_of(server, tool_choice="none") == ""
 

@@ -25,6 +25,7 @@ TEMPLATE = (
 PARAMETERS = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
 USER = {"role": "user", "content": "Hello"}
 LOOK = {"type": "function", "function": {"name": "look", "description": "Looks.", "parameters": PARAMETERS}}
+NAMED = {"type": "function", "function": {"name": "look"}}
 CALL = '<tool_call>\n{"name": "look", "arguments": {"x": 1}}\n</tool_call>'
 
 
@@ -133,6 +134,7 @@ def test_calls_and_thought_are_parts_of_the_message_and_content_is_null_without_
 
 
 def test_the_first_delta_of_a_call_names_it_and_the_next_has_its_arguments(server):
+    """B4.1."""
     reply(server, "So: " + CALL, tools=[LOOK])
     events = server.stream_chat(tools=[LOOK])
     deltas = [chunk["delta"] for event in events[:-1] for chunk in event["choices"]]
@@ -179,6 +181,7 @@ def test_with_thinking_switched_off_in_the_prompt_all_is_content(server):
 
 
 def test_a_call_that_is_cut_off_is_content_with_reason_length(server):
+    """B4.5, B4.6."""
     num_tokens = len(server.tokenizer.encode(CALL, add_special_tokens=False))
     cut = reply(server, CALL, tools=[LOOK], max_tokens=num_tokens // 2)
     assert cut["finish_reason"] == "length" and "tool_calls" not in cut["message"]
@@ -188,6 +191,7 @@ def test_a_call_that_is_cut_off_is_content_with_reason_length(server):
 
 
 def test_a_stop_string_inside_a_call_loses_nothing_of_what_came_before(server):
+    """B4.7."""
     choice = reply(server, f"So {CALL} {CALL[:-14]}, STOP", tools=[LOOK], stop="STOP")
     assert without_ids(choice["message"]["tool_calls"]) == [("look", '{"x": 1}')]
     assert choice["stop_reason"] == "STOP" and choice["finish_reason"] == "tool_calls"
@@ -195,14 +199,30 @@ def test_a_stop_string_inside_a_call_loses_nothing_of_what_came_before(server):
 
 
 def test_a_stop_string_ends_a_thought_too(server):
+    """B6.10."""
     choice = reply(server, "<think>one STOP two</think>three", stop="STOP")
     assert (choice["message"]["reasoning"], choice["message"]["content"]) == ("one ", None)
 
 
 def test_without_parallel_calls_the_first_one_is_returned(server):
+    """B4.9."""
     for body in ({"parallel_tool_calls": False}, {"parallel_tool_calls": True}, {}):
         calls = reply(server, CALL + CALL, tools=[LOOK], **body)["message"]["tool_calls"]
         assert len(calls) == (1 if body.get("parallel_tool_calls") is False else 2)
+
+
+@pytest.mark.parametrize(
+    ("choice", "reason"),
+    [(None, "tool_calls"), ("auto", "tool_calls"), ("required", "tool_calls"), (NAMED, "stop")],
+)
+def test_end_of_a_call_is_tool_calls_unless_the_client_named_the_function(server, choice, reason):
+    """B4.6."""
+    body = {"tools": [LOOK], "tool_choice": choice, "max_tokens": 400}
+    whole = reply(server, CALL, **body)
+    assert whole["finish_reason"] == reason and len(whole["message"]["tool_calls"]) == 1
+    (streamed,) = assembled(server.stream_chat(**body))
+    assert streamed["end"] == (reason, None) and len(streamed["calls"]) == 1
+    assert reply(server, CALL, **body | {"max_tokens": len(CALL) // 4})["finish_reason"] == "length"
 
 
 def test_with_the_choice_none_tools_are_not_shown_and_no_call_is_looked_for(server):
@@ -214,6 +234,7 @@ def test_with_the_choice_none_tools_are_not_shown_and_no_call_is_looked_for(serv
 
 
 def test_every_token_has_its_logprob_whatever_becomes_of_its_text(server):
+    """B5.8."""
     text = f"<think>why</think>\n\nSo {CALL}"
     choice = reply(server, text, tools=[LOOK], logprobs=True)
     entries = choice["logprobs"]["content"]
@@ -221,6 +242,7 @@ def test_every_token_has_its_logprob_whatever_becomes_of_its_text(server):
 
 
 def test_usage_counts_the_tokens_of_thought_and_calls(server):
+    """B2.8."""
     text = f"<think>why</think>{CALL}"
     reply(server, text, tools=[LOOK])
     usage = server.stream_chat(tools=[LOOK], stream_options={"include_usage": True})[-2]["usage"]
@@ -293,6 +315,7 @@ SCRAPS = [
     other_tokens_per_event=st.integers(1, 7),
 )
 def test_a_streamed_reply_is_the_whole_one(server, scraps, body, choice, tokens_per_event, other_tokens_per_event):
+    """B4.2, B4.3, B4.4, B11.5."""
     body = body | (choice if "tools" in body else {})
     first = reply(server, "".join(scraps), tokens_per_event, **body)
     whole = [as_assembled(choice) for choice in server.chat(**body).json()["choices"]]
@@ -308,6 +331,7 @@ def test_a_streamed_reply_is_the_whole_one(server, scraps, body, choice, tokens_
 
 
 def test_arguments_may_be_text_or_an_object_and_empty_text_is_an_empty_object(server):
+    """B4.3."""
     for arguments, shown in (('{"x": 7}', "[look 7]"), ({"x": 7}, "[look 7]"), ("", "[look ]")):
         call = {"id": "a", "type": "function", "function": {"name": "look", "arguments": arguments}}
         reply(server, "ok", messages=[{"role": "assistant", "content": None, "tool_calls": [call]}])

@@ -87,6 +87,24 @@ def test_the_same_prompt_again_is_cached_but_for_its_last_token(
     assert harness.output("b") == harness.output("a")
 
 
+@pytest.mark.parametrize("turns", range(1, 6))
+def test_abort_of_one_that_shares_a_prefix_frees_no_page_of_the_others(turns: int):
+    """B9.4."""
+    harness = caching()
+    expected = caching()
+    run(expected, "b", PROMPT[:40], max_tokens=12)
+    run(harness, "first", PROMPT[:32])
+    for name in "abc":
+        harness.submit(name, prompt_ids=PROMPT[:40], max_tokens=12)
+    for _ in range(turns):
+        harness.step()
+    harness.abort("a")
+    harness.scheduler.check_integrity()
+    harness.drain()
+    assert harness.output("b") == harness.output("c") == expected.output("b")
+    assert num_cached(harness, "b") >= 32
+
+
 def test_ten_turns_of_a_chat_compute_each_token_once():
     harness = caching()
     prompt: list[int] = []

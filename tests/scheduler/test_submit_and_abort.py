@@ -69,6 +69,7 @@ def test_without_work_there_is_no_plan():
 
 @pytest.mark.parametrize("turns", range(7))
 def test_abort_frees_slot_and_pages_at_once_and_ends_the_request_once(turns: int):
+    """B9.1."""
     harness = Harness()
     harness.submit("a", 20, max_tokens=9)
     for _ in range(turns):
@@ -85,6 +86,7 @@ def test_abort_frees_slot_and_pages_at_once_and_ends_the_request_once(turns: int
 
 
 def test_abort_of_an_unknown_or_finished_request_does_nothing():
+    """B9.2."""
     harness = Harness()
     assert harness.abort("nobody") is None
     harness.submit("a")

@@ -36,6 +36,7 @@ def settled(tokenizer, prompt, skip):
 @examples
 @given(data=st.data())
 def test_joined_deltas_are_what_the_output_adds_to_the_prompt(any_tokenizer, data):
+    """B7.1."""
     tokenizer, _ = any_tokenizer
     prompt, output = data.draw(ids_of(tokenizer)), data.draw(ids_of(tokenizer))
     cuts, skip = data.draw(st.none() | st.lists(st.integers(0, 10))), data.draw(st.booleans())
@@ -47,6 +48,7 @@ def test_joined_deltas_are_what_the_output_adds_to_the_prompt(any_tokenizer, dat
 @examples
 @given(data=st.data())
 def test_without_a_prompt_joined_deltas_are_the_decoded_output(any_tokenizer, data):
+    """B7.1."""
     tokenizer, _ = any_tokenizer
     output = data.draw(ids_of(tokenizer))
     assert stream(tokenizer, [], output) == tokenizer.decode(output)
@@ -56,6 +58,7 @@ def test_without_a_prompt_joined_deltas_are_the_decoded_output(any_tokenizer, da
 @given(text=st.text(max_size=20))
 @example("naïve 👩‍🚀🇫🇷 한국어 ✈️")
 def test_a_text_streams_back_as_it_was_encoded(any_tokenizer, text):
+    """B7.3."""
     tokenizer, library = any_tokenizer
     ids = tokenizer.encode(text, add_special_tokens=False)
     assert stream(tokenizer, [], ids) == library.decode(ids)
@@ -64,6 +67,7 @@ def test_a_text_streams_back_as_it_was_encoded(any_tokenizer, text):
 @examples
 @given(data=st.data())
 def test_only_an_unfinished_character_waits(any_tokenizer, data):
+    """B7.2."""
     tokenizer, _ = any_tokenizer
     output = data.draw(ids_of(tokenizer))
     detokenizer, text = Detokenizer(tokenizer, [0]), ""
@@ -94,6 +98,7 @@ def byte_tokens(tokenizer, raw):
 
 @pytest.mark.parametrize("name", ["byte_level", "sentencepiece"])
 def test_bytes_that_cannot_become_a_character_are_shown_at_once(made, name):
+    """B7.2."""
     tokenizer = made[name][2]
     detokenizer = Detokenizer(tokenizer, byte_tokens(tokenizer, b"ab"))
     shown = [detokenizer.push([id]) for id in byte_tokens(tokenizer, b"\xffa\xe4\xbd\xe4\xbd\xa0\xf0\x9f")]
@@ -103,6 +108,7 @@ def test_bytes_that_cannot_become_a_character_are_shown_at_once(made, name):
 
 @pytest.mark.parametrize("name", ["byte_level", "sentencepiece"])
 def test_a_character_that_the_prompt_begins_is_shown_whole_by_the_output(made, name):
+    """B7.7."""
     tokenizer = made[name][2]
     raw = byte_tokens(tokenizer, "ab😀".encode())
     assert stream(tokenizer, raw[:4], raw[4:]) == "😀"
@@ -110,6 +116,7 @@ def test_a_character_that_the_prompt_begins_is_shown_whole_by_the_output(made, n
 
 
 def test_a_leading_space_is_kept_after_a_prompt_and_dropped_without_one(made):
+    """B7.7."""
     for name in ("sentencepiece", "metaspace"):
         tokenizer = made[name][2]
         the = tokenizer.encode("the", add_special_tokens=False)
@@ -121,6 +128,8 @@ def test_a_leading_space_is_kept_after_a_prompt_and_dropped_without_one(made):
 
 
 def test_only_the_end_of_a_long_prompt_is_read(byte_level):
+    """B7.5."""
+
     class Prompt(list):
         def __reversed__(self):
             for i in range(4):

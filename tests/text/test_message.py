@@ -41,10 +41,12 @@ def test_without_a_format_of_thoughts_their_tags_are_words():
 
 
 def test_without_parallel_calls_only_the_first_is_given():
+    """B4.9."""
     assert read(CALL + CALL + "so", parallel=False) == [Call(0, "", "f", '{"x": 1}'), Words("so")]
 
 
 def test_ids_of_calls_are_unique():
+    """B4.2."""
     parser = MessageParser(QWEN, "", {"f": {}}, parallel=True)
     calls = parser.push(CALL * 20)
     assert parser.has_calls and len({call.id for call in calls}) == 20

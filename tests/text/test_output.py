@@ -39,6 +39,7 @@ def test_text_and_tokens_pass_through_and_are_counted(byte_level):
 
 @pytest.mark.parametrize("reason", [FinishReason.LENGTH, FinishReason.ABORT, FinishReason.ERROR])
 def test_nothing_withheld_is_lost_when_the_engine_ends(byte_level, reason):
+    """B6.4, B7.4."""
     ids = chars(byte_level, "one <en")
     assert run(byte_level, ids, reason, stop=["<end>"]) == ("one <en", ids, reason, None)
     ids = chars(byte_level, "one 😀")[:-1]
@@ -52,6 +53,7 @@ def test_an_event_without_tokens_can_end_the_output(byte_level):
 
 
 def test_eos_counts_and_shows_no_text_and_has_no_stop_reason(byte_level):
+    """B6.6."""
     eos = byte_level.eos_ids[0]
     for skip in (True, False):
         ids = [*chars(byte_level, "ab"), eos]
@@ -95,6 +97,7 @@ def test_the_stream_ends_itself_at_a_stop_string_and_ignores_what_follows(byte_l
 
 
 def test_tokens_after_the_stop_string_in_the_same_event_are_not_counted(byte_level):
+    """B6.5."""
     stream = OutputStream(byte_level, [], SamplingParams(stop=["lo"], include_stop_str_in_output=True))
     ids = chars(byte_level, "hello world")
     delta = stream.push(event(ids, FinishReason.LENGTH))
@@ -124,6 +127,7 @@ def test_stop_strings_complete_before_min_tokens_are_shown_and_end_nothing(byte_
 
 
 def test_stop_strings_in_the_prompt_do_not_match(byte_level):
+    """B6.8."""
     stream = OutputStream(byte_level, chars(byte_level, "hel"), SamplingParams(stop=["hello"]))
     ids = chars(byte_level, "lo")
     assert collect(stream, [event(ids, FinishReason.LENGTH)]) == ("lo", ids, FinishReason.LENGTH, None)
@@ -176,6 +180,7 @@ def test_without_a_tokenizer_tokens_pass_without_text():
     include=st.booleans(),
 )
 def test_however_events_are_cut_the_output_is_the_same(byte_level, text, stops, cuts, min_tokens, include):
+    """B7.6."""
     ids = chars(byte_level, text)
     edges = sorted({0, len(ids), *(cut for cut in cuts if cut < len(ids))})
     groups = [ids[a:b] for a, b in zip(edges, edges[1:], strict=False)]

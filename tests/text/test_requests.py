@@ -107,6 +107,7 @@ def test_every_other_field_arrives_as_it_was_asked():
 
 
 def test_max_tokens_is_a_cap_that_the_context_cuts():
+    """B8.1."""
     assert lower_one(SamplingParams(max_tokens=1000)).max_tokens == 13
     assert lower_one(SamplingParams()).max_tokens == 13
     assert lower_one(SamplingParams(max_tokens=2)).max_tokens == 2
@@ -114,6 +115,7 @@ def test_max_tokens_is_a_cap_that_the_context_cuts():
 
 
 def test_a_prompt_needs_room_for_one_token_and_the_refusal_names_both_numbers():
+    """B3.5, B8.5."""
     for length in (16, 17, 4097):
         error = refusal(SamplingParams(max_tokens=1), prompt=[5] * length)
         assert f"prompt has {length} tokens; the limit is 16 tokens" in str(error)

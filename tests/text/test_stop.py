@@ -39,6 +39,7 @@ def test_however_the_text_is_cut_the_earliest_match_ends_it(text, stops, cuts, i
 @examples
 @given(text=letters, stops=stop_lists)
 def test_what_waits_is_the_longest_end_of_the_text_that_begins_a_stop_string(text, stops):
+    """B6.3."""
     matcher, shown = StopMatcher(stops), ""
     for end, char in enumerate(text, 1):
         shown += matcher.push(char)
@@ -66,16 +67,19 @@ def test_strings_complete_before_the_matcher_is_armed_end_nothing(text, stops, a
 
 
 def test_a_match_may_start_and_end_inside_a_token():
+    """B6.1."""
     assert run(["I say ", "ABDEF", "GH"], ["DE"]) == ("I say AB", "DE")
     assert run(["Pa", "ris"], ["Pari"]) == ("", "Pari")
 
 
 def test_the_order_of_the_list_does_not_matter():
+    """B6.2."""
     for stops in (["world", "lo"], ["lo", "world"]):
         assert run(["hello world"], stops) == ("hel", "lo")
 
 
 def test_of_two_that_start_together_the_shorter_is_complete_first():
+    """B6.2."""
     for stops in (["abc", "ab"], ["ab", "abc"]):
         assert run(["xabc"], stops) == ("x", "ab")
 
@@ -95,6 +99,7 @@ def test_a_complete_match_waits_for_one_that_starts_before_it():
 
 
 def test_text_after_the_match_is_dropped():
+    """B6.5."""
     matcher = StopMatcher(["\n\n"], include=True)
     assert matcher.push("one\n\ntwo") == "one\n\n"
     assert matcher.push("three") == matcher.flush() == ""
@@ -112,6 +117,7 @@ def test_without_stop_strings_all_text_passes():
 
 
 def test_an_empty_stop_string_is_refused():
+    """B6.8."""
     with pytest.raises(ValueError, match="empty"):
         StopMatcher(["a", ""])
 

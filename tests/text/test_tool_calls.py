@@ -75,6 +75,7 @@ def test_a_call_has_its_name_and_its_arguments_as_json(name):
 
 @EVERY
 def test_calls_in_parallel_are_given_in_order_and_one_without_parameters_has_an_empty_object(name):
+    """B4.3."""
     assert parse(name, [PAIRS[name]]) == [ZURICH, ToolCall("f", "{}")]
 
 
@@ -88,6 +89,7 @@ def test_a_call_is_given_with_the_piece_that_completes_it(name):
 
 @EVERY
 def test_text_around_calls_is_given_without_the_markup_and_the_white_space_around_it(name):
+    """B4.4."""
     before = "" if name == "llama3_json" else "I shall look.\n\n"
     text = before + CALLS[name] + "\n\nDone. \n"
     assert parse(name, [text]) == [*([before.rstrip()] if before else []), ZURICH, "Done. \n"]
@@ -104,6 +106,7 @@ def test_an_answer_without_calls_is_given_as_it_is_and_at_once(name):
 
 @EVERY
 def test_a_call_that_is_cut_off_is_text(name):
+    """B4.5."""
     for end in range(1, CALLS[name].rindex("3")):
         assert parse(name, [CALLS[name][:end]]) == [CALLS[name][:end]]
 
@@ -138,6 +141,7 @@ MALFORMED = [
 
 @pytest.mark.parametrize(("name", "text"), MALFORMED)
 def test_a_malformed_call_is_text_markup_included(name, text):
+    """B4.5."""
     assert parse(name, [text]) == [text]
     assert parse(name, list(text)) == [text]
     assert parse(name, [f"  {text} so\n"]) == [f"  {text} so\n"]
@@ -212,6 +216,7 @@ def test_line_breaks_in_a_string_as_models_write_them_become_escapes():
 
 
 def test_half_of_a_surrogate_pair_stays_an_escape():
+    """B4.8."""
     (found,) = parse("hermes", ['<tool_call>{"name": "f", "arguments": {"x": "é\\ud83d"}}</tool_call>'])
     assert found.arguments == '{"x": "\\u00e9\\ud83d"}'
 
@@ -257,6 +262,7 @@ SCRAPS = [
 @settings(deadline=None, max_examples=500)
 @given(name=st.sampled_from(sorted(CALLS)), scraps=st.lists(st.sampled_from(SCRAPS), max_size=10), data=st.data())
 def test_however_the_text_is_cut_the_calls_and_texts_are_the_same(name, scraps, data):
+    """B4.4."""
     text = "".join(scraps)
     expected = parse(name, [text])
     assert parse(name, list(text)) == expected
@@ -286,6 +292,7 @@ def test_however_the_text_is_cut_the_calls_and_texts_are_the_same(name, scraps, 
     length=st.integers(1, 7),
 )
 def test_any_arguments_come_through_unchanged(arguments, name, ascii_only, indent, length):
+    """B4.8."""
     written = json.dumps(arguments, ensure_ascii=ascii_only, indent=indent)
     old = '{"city": "Zürich", "days": 3}'
     text = "so\n" * (name != "llama3_json") + CALLS[name].replace(old, written)
