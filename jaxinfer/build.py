@@ -132,6 +132,7 @@ def build_engine(config: EngineConfig, found: Found | None = None, *, show_progr
 def make_builder(config: EngineConfig, checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> StepBuilder:
     """What makes the steps of a model; of its shape, the number of pages is still to be found."""
     mesh, axis_rules = choose_mesh(config), choose_rules(config)
+    rules.check_one_process(mesh, axis_rules)
     model = registry.for_mesh(checkpoint.config, tensor_names(checkpoint), mesh, axis_rules)
     check_tiers(config, model, rules.num_shards(rules.ROWS, mesh, axis_rules))
     shape = _state_shape(config, model, mesh)

@@ -310,7 +310,10 @@ def _costs(builder: StepBuilder, bucket: Bucket, context: int) -> dict[str, _Cos
         costs["head" if part == "embedding" and tied else part] = _Cost(read, flops, stages if layered else 1)
     state = builder.abstract_state
     heads = state.k_pages.sharding.shard_shape(state.k_pages.shape)
-    pairs = bucket.rows * context if bucket.decode else own.of_all_else * bucket.tokens / bucket.rows / 2
+    # Of a prompt that is split, the device with its end has the most before it, and the others wait.
+    length = bucket.tokens / bucket.rows
+    pairs = own.of_all_else * (length - min(own.of_all_else, length) / 2)
+    pairs = bucket.rows * context if bucket.decode else pairs
     group = model.num_heads // model.cache.num_kv_heads
     attention = 4 * heads[0] * heads[3] * group * heads[4] * pairs
     kv = heads[0] * 2 * heads[3] * heads[4] * state.k_pages.dtype.itemsize

@@ -170,6 +170,17 @@ def check_used(specs: Specs, mesh: AnyMesh, rules: Rules, architecture: str) -> 
             )
 
 
+def check_one_process(mesh: Mesh, rules: Rules) -> None:
+    """ShardingError for rows that are split over devices of several processes: each would have to be given inputs, and
+    to be asked for tokens, that the others do not have."""
+    num_processes = len({device.process_index for device in mesh.devices.flat})
+    if num_processes > 1 and (axes := split(mesh, rules).get(ROWS)):
+        raise ShardingError(
+            f"rows are split over mesh axis {' and '.join(axes)}, whose devices belong to {num_processes} processes; "
+            "one process has to have all groups: other axes would work, or an engine in each process"
+        )
+
+
 def check_apart(mesh: AnyMesh, rules: Rules) -> None:
     """ShardingError where rows or tokens go over a mesh axis of anything else but experts: its devices have different
     tokens, and would sum what belongs to these."""

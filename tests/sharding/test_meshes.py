@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import re
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -111,6 +113,16 @@ def test_groups_have_pages_and_slots_of_their_own_and_parts_of_prompts_the_same(
     assert state.last_token.sharding.shard_shape(state.last_token.shape) == (8 // rows + 1,)
     assert "tokens" not in builder.split_of(decode)
     assert ("tokens" in builder.split_of(mixed)) == (tokens > 1)
+
+
+def test_groups_of_several_processes_are_refused_with_what_would_work():
+    devices = np.asarray([SimpleNamespace(process_index=i) for i in (0, 0, 1, 1)])
+    two: Any = SimpleNamespace(devices=devices, shape={"data": 2, "tensor": 2})
+    with pytest.raises(ShardingError, match="rows are split over mesh axis data, whose devices belong to 2 processes"):
+        rules.check_one_process(two, rules.TENSOR_PARALLEL)
+    rules.check_one_process(two, {**rules.TENSOR_PARALLEL, "rows": ()})
+    two.devices = devices[:2]
+    rules.check_one_process(two, rules.TENSOR_PARALLEL)
 
 
 def test_groups_of_devices_have_no_host_tier_and_it_says_so(tmp_path):
