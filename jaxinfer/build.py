@@ -26,7 +26,7 @@ from jaxinfer.defaults import eos_ids, sampling_defaults
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.loop import engine_main
 from jaxinfer.found import Found, find_model
-from jaxinfer.kv_tiers import TierSizes, open_disk, size_memory
+from jaxinfer.kv_tiers import TierSizes, check_tiers, open_disk, size_memory
 from jaxinfer.models import registry
 from jaxinfer.models.model import Model, ModelError
 from jaxinfer.params import Params, num_bytes, random_params
@@ -40,6 +40,7 @@ from jaxinfer.runner.executables import Executables
 from jaxinfer.runner.host_pages import take_memory
 from jaxinfer.runner.runner import ModelRunner
 from jaxinfer.runner.step import StepBuilder
+from jaxinfer.scheduler.groups import Groups
 from jaxinfer.scheduler.kv_cache import KvCache
 from jaxinfer.scheduler.scheduler import Scheduler
 from jaxinfer.sharding import mesh as meshes
@@ -115,22 +116,28 @@ def build_engine(config: EngineConfig, found: Found | None = None, *, show_progr
         eos_ids=ends,
         sampling_defaults=defaults,
         page_size=limits.page_size,
-        num_pages=limits.num_pages,
-        max_num_seqs=limits.max_num_seqs,
+        num_pages=limits.num_pages * builder.num_groups,
+        max_num_seqs=limits.max_num_seqs * builder.num_groups,
         prefix_caching=limits.prefix_caching,
         num_host_pages=tiers.num_frames * tiers.frame_pages,
         has_disk_tier=disk is not None,
         has_prompt_logprobs=builder.scores,
     )
-    kept = KvCache(limits, disk.pages(), disk.manifests()) if disk else KvCache(limits)
-    return Engine(runner, Scheduler(limits, kept), info, step_timeout_s=config.step_timeout_s, grammars=grammars)
+    if builder.num_groups > 1:
+        scheduler = Groups(limits, builder.num_groups)
+    else:
+        scheduler = Scheduler(limits, KvCache(limits, disk.pages(), disk.manifests()) if disk else None)
+    return Engine(runner, scheduler, info, step_timeout_s=config.step_timeout_s, grammars=grammars)
 
 
 def make_builder(config: EngineConfig, checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> StepBuilder:
     """What makes the steps of a model; of its shape, the number of pages is still to be found."""
     mesh, axis_rules = choose_mesh(config), choose_rules(config)
+    rules.check_one_process(mesh, axis_rules)
+    if config.enable_prompt_logprobs:
+        rules.check_scored(mesh, axis_rules)
     model = registry.for_mesh(checkpoint.config, tensor_names(checkpoint), mesh, axis_rules)
-    check_recurrent(config, model)
+    check_tiers(config, model, rules.num_shards(rules.ROWS, mesh, axis_rules))
     shape = _state_shape(config, model, mesh)
     buckets = make_buckets(rules.platform(mesh), shape.num_slots, _max_step_tokens(config, shape.num_slots, mesh))
     vocab_size = min(model.vocab_rows, tokenizer.vocab_size) if tokenizer else model.vocab_rows
@@ -160,17 +167,6 @@ def choose_rules(config: EngineConfig) -> rules.Rules:
 def tensor_names(checkpoint: Checkpoint) -> Collection[str]:
     """Of what the checkpoint holds, as far as it is known before it is read."""
     return () if checkpoint.tensors is None else checkpoint.tensors.shapes().keys()
-
-
-def check_recurrent(config: EngineConfig, model: Model) -> None:
-    """ConfigError for a tier that does not keep what a prefix is of no use without: the state at its end."""
-    if model.recurrent is None:
-        return
-    if config.kv_host_gib:
-        raise ConfigError(
-            f"kv_host_gib is {config.kv_host_gib}; {model.architecture} has a recurrent state, whose copies are kept "
-            "on the device alone, and without one the pages of a prefix are of no use: 0 would work"
-        )
 
 
 def _num_states(config: EngineConfig, model: Model, platform: str) -> int:

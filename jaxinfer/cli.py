@@ -157,7 +157,7 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         help="each of these devices holds whole experts instead of a slice of every one (default: no)",
     )
     group.add_argument("--mesh", help="devices by axis, as in tensor=2,expert=4")
-    group.add_argument("--rules", help="what is split over which axis: tensor or whole-experts (default: tensor)")
+    group.add_argument("--rules", help="what goes over which axis: tensor (default), whole-experts, data-attention")
     group.add_argument(
         "--num-state-copies",
         type=int,

@@ -49,13 +49,15 @@ class EngineConfig:
     page_size: int = 16
     """Tokens per page of the KV cache."""
     num_pages: int | None = None
-    """Pages of the KV cache. None: from memory."""
+    """Pages of the KV cache, of each group of devices that has sequences of its own (mesh axis data).
+
+    None: from memory."""
     gpu_memory_utilization: float = 0.9
     """Share of the device's memory for weights, temporaries and KV cache together."""
     max_num_seqs: int | None = None
-    """Sequences that run at once (slots of device state). None: 256 on a GPU, 8 on a CPU."""
+    """Sequences that run at once (slots of device state), in each such group. None: 256 on a GPU, 8 on a CPU."""
     max_num_batched_tokens: int | None = None
-    """Most tokens in one step. None: 8192 on a GPU, 512 on a CPU."""
+    """Most tokens in one step, of each such group. None: 8192 on a GPU, 512 on a CPU."""
     max_step_ms: float = 30.0
     """Longest step, in milliseconds, while sequences decode: prompts are cut into chunks that keep to it.
 

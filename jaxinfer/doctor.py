@@ -19,13 +19,13 @@ from checkpoints.resolve import resolve
 from jaxinfer.build import (
     REFUSALS,
     check_context,
-    check_recurrent,
     choose_mesh,
     choose_rules,
     find_devices,
     tensor_names,
 )
 from jaxinfer.config import ConfigError, EngineConfig
+from jaxinfer.kv_tiers import check_tiers
 from jaxinfer.memory_plan import MemoryPart, plan_memory
 from jaxinfer.models import registry
 from jaxinfer.params import abstract_params, shard_bytes
@@ -123,7 +123,7 @@ def _model(config: EngineConfig, memory: int) -> list[Finding]:
         mesh, axis_rules = choose_mesh(config), choose_rules(config)
         model = registry.for_mesh(checkpoint.config, tensor_names(checkpoint), mesh, axis_rules)
         check_context(config, model)
-        check_recurrent(config, model)
+        check_tiers(config, model, rules.num_shards(rules.ROWS, mesh, axis_rules))
         if checkpoint.tensors is not None:
             load.check_complete(load.wanted_tensors(model.specs), checkpoint.tensors.shapes(), model.ignored)
     except ValueError as error:

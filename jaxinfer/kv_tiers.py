@@ -10,6 +10,7 @@ from typing import NamedTuple
 from checkpoints.fingerprint import fingerprint
 from checkpoints.resolve import Checkpoint
 from jaxinfer.config import ConfigError, EngineConfig
+from jaxinfer.models.model import Model
 from jaxinfer.params import shard_bytes
 from jaxinfer.runner import cache
 from jaxinfer.runner.disk_pages import DiskPages
@@ -39,6 +40,22 @@ class TierSizes(NamedTuple):
     def frame_bytes(self) -> int:
         """Of pinned memory, for all frames."""
         return self.num_frames * self.frame_pages * self.page_bytes
+
+
+def check_tiers(config: EngineConfig, model: Model, num_groups: int) -> None:
+    """ConfigError for a host tier with what it does not keep: the state at a prefix's end, without which its pages are
+    of no use, and the pages of more than one group of devices."""
+    if config.kv_host_gib and model.recurrent is not None:
+        raise ConfigError(
+            f"kv_host_gib is {config.kv_host_gib}; {model.architecture} has a recurrent state, whose copies are kept "
+            "on the device alone, and without one the pages of a prefix are of no use: 0 would work"
+        )
+    if config.kv_host_gib and num_groups > 1:
+        raise ConfigError(
+            f"kv_host_gib is {config.kv_host_gib}, and {num_groups} groups of devices have sequences of their own; a "
+            "frame of the host tier has pages of one pool, and here each group has its own: 0 would work, or a mesh "
+            "that splits no rows"
+        )
 
 
 def size_memory(

@@ -49,8 +49,8 @@ def plan_memory(config: EngineConfig) -> list[MemoryPart]:
     shape = sized.shape
     state = builder.abstract_state
     recurrent = shard_bytes([a for a in (state.recurrent, state.conv) if a is not None])
-    penalties = sum(a.size * a.dtype.itemsize for a in (state.output_counts, state.in_prompt, state.logit_bias))
-    logits = state.logits.size * state.logits.dtype.itemsize
+    penalties = shard_bytes((state.output_counts, state.in_prompt, state.logit_bias))
+    logits = shard_bytes(state.logits)
     page_bytes = cache.page_bytes(state)
     token_bytes, context_pages = page_bytes // shape.page_size, -(-shape.max_model_len // shape.page_size)
     parts = [

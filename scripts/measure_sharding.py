@@ -59,6 +59,7 @@ class Section(NamedTuple):
     mesh: str
     variants: tuple[str, ...]
     flags: str = ""  # XLA's, of the process
+    rules: str = "tensor"  # name of a preset
 
 
 _PROFILED = "--xla_gpu_command_buffer_update_mode=SKIP_PROFILED"  # its allocator is chosen when the process starts
@@ -66,9 +67,13 @@ SECTIONS: Mapping[str, Section] = {
     "qwen3-32b-1": Section("qwen3-32b", "tensor=1", ("split",)),
     "qwen3-32b-2": Section("qwen3-32b", "tensor=2", ("split", "captured")),
     "qwen3-32b-2-profiled": Section("qwen3-32b", "tensor=2", ("profiled",), _PROFILED),
+    "qwen3-32b-data": Section("qwen3-32b", "data=2", ("split",)),
+    "qwen3-32b-pipeline": Section("qwen3-32b", "pipeline=2", ("split", "captured")),
     "qwen3-30b-a3b-1": Section("qwen3-30b-a3b", "tensor=1", ("split",)),
     "qwen3-30b-a3b-2": Section("qwen3-30b-a3b", "expert=2", ("split", "captured")),
     "qwen3-30b-a3b-2-profiled": Section("qwen3-30b-a3b", "expert=2", ("profiled",), _PROFILED),
+    "qwen3-30b-a3b-data": Section("qwen3-30b-a3b", "data=2", ("split",)),
+    "qwen3-30b-a3b-data-attention": Section("qwen3-30b-a3b", "expert=2", ("split", "captured"), rules="data-attention"),
 }
 """Expected of each on H200s: JAX's start 8 s, weights 5, compilation 5 to 10 a variant, steps 3 a variant."""
 ROWS, CONTEXT, CHUNK = (1, 64), 1024, 512
@@ -95,20 +100,21 @@ def measure(name: str, *, tiny: bool, num_steps: int) -> dict[str, Any]:
     context, chunk = (32, 64) if tiny else (CONTEXT, CHUNK)
     load = report.Load(num_seqs=NUM_SLOTS, tokens_per_seq=context + 64, dtype="float32" if tiny else "bfloat16")
     mesh = meshes.choose_mesh(section.mesh)
-    builder = make_builder(config, mesh, load, chunk)
+    builder = make_builder(config, section, mesh, load, chunk)
     start_s = time.perf_counter()
     params = random_weights(builder)
     found: dict[str, Any] = {
         "section": name,
         "model": section.model,
         "mesh": section.mesh,
+        "rules": section.rules,
         "tiny": tiny,
         "variants": {},
     }
     found["weights_s"] = round(time.perf_counter() - start_s, 2)
     found["weights_bytes"] = {str(d.id): bytes_on(params, d) for d in mesh.devices.flat}
     planned = {
-        rows: report.plan(config, meshes.parse(section.mesh), load=report.Load(
+        rows: report.plan(config, meshes.parse(section.mesh), axis_rules=section.rules, load=report.Load(
             num_seqs=rows, tokens_per_seq=context + 1, dtype=load.dtype))
         for rows in ROWS
     }  # fmt: skip
@@ -125,14 +131,21 @@ def measure(name: str, *, tiny: bool, num_steps: int) -> dict[str, Any]:
     return found
 
 
-def make_builder(config: Mapping[str, Any], mesh: Any, load: Any, chunk: int) -> Any:
+def make_builder(config: Mapping[str, Any], section: Section, mesh: Any, load: Any, chunk: int) -> Any:
     """Of decode steps of each number of rows, and of the step that fills their slots."""
     dataclasses, buckets = importlib.import_module("dataclasses"), importlib.import_module("jaxinfer.runner.buckets")
     report, rules = (importlib.import_module(f"jaxinfer.sharding.{m}") for m in ("report", "rules"))
-    builder = report.make_builder(config, mesh, rules.TENSOR_PARALLEL, load)
-    sizes = [buckets.Bucket(True, rows, rows) for rows in ROWS]
-    sizes.append(buckets.Bucket(False, max(chunk, NUM_SLOTS), NUM_SLOTS))
+    builder = report.make_builder(config, mesh, rules.find(section.rules), load)
+    slots = builder.shape.num_slots  # of each group
+    sizes = [buckets.Bucket(True, rows, rows) for rows in sorted({max(shares(rows, builder)) for rows in ROWS})]
+    sizes.append(buckets.Bucket(False, max(chunk, slots), slots))
     return dataclasses.replace(builder, buckets=tuple(sizes))
+
+
+def shares(rows: int, builder: Any) -> list[int]:
+    """Of so many rows, how many each group of devices has."""
+    groups = range(builder.num_groups)
+    return [rows // len(groups) + (group < rows % len(groups)) for group in groups]
 
 
 def random_weights(builder: Any) -> Any:
@@ -153,6 +166,7 @@ def measure_variant(
     """A row for each number of rows: times, and the tokens of the timed step with the margins of their logits."""
     np = importlib.import_module("numpy")
     compiled, runners = (importlib.import_module(f"jaxinfer.runner.{m}") for m in ("compiled", "runner"))
+    plan = importlib.import_module("jaxinfer.scheduler.plan")
     executables = importlib.import_module("jaxinfer.runner.executables").Executables(None, config)
     start_s = time.perf_counter()
     programs = compiled.compile_programs(builder, params, executables, lambda *_: None)
@@ -161,13 +175,20 @@ def measure_variant(
     built = timing.Built(runner, builder, {}, time.perf_counter() - start_s)
     found = []
     for rows in ROWS:
-        plans = timing.Plans(built, StepSpec(rows, context, 0))
-        plans.fill()
-        row = {"rows": rows, "context": context, **timing.time_plan(runner, plans.plan, num_steps)}
-        result = runner.collect(runner.launch(plans.plan))
-        logits = np.sort(np.asarray(runner._state.logits[:rows]), axis=-1)
+        counts, parts = shares(rows, builder), [plan.StepPlan(1, (), ())] * builder.num_groups
+        for group, count in enumerate(counts):
+            if count:
+                plans = timing.Plans(built, StepSpec(count, context, 0), group=group, first=sum(counts[:group]))
+                plans.fill()
+                parts[group] = plans.plan
+        step = timing.of_groups(parts)
+        row = {"rows": rows, "context": context, **timing.time_plan(runner, step, num_steps)}
+        result = runner.collect(runner.launch(step))
+        logits = np.asarray(runner._state.logits).reshape(builder.num_groups, builder.shape.num_slots, -1)
+        logits = np.sort(np.concatenate([of_group[:n] for of_group, n in zip(logits, counts, strict=True)]), axis=-1)
         row["tokens_per_s"] = round(1e3 * rows / row["step_ms"], 1)
-        row["tokens"] = [result.token_ids[slot] for slot in range(rows)]
+        found_of = zip(result.groups or [result], counts, strict=True)
+        row["tokens"] = [of_group.token_ids[slot] for of_group, n in found_of for slot in range(n)]
         row["margins"] = [round(float(m), 6) for m in logits[:, -1] - logits[:, -2]]
         row |= {"compile_s": round(compile_s, 2), "ready_s": round(built.ready_s, 2)}
         found.append(row)
@@ -184,7 +205,13 @@ def compare(sections: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
             for row in found:
                 line = {key: row[key] for key in ("rows", "step_ms", "waited_ms", "dispatch_ms", "tokens_per_s",
                                                   "predicted_ms")}  # fmt: skip
-                line = {"section": name, "mesh": section["mesh"], "variant": variant, **line}
+                line = {
+                    "section": name,
+                    "mesh": section["mesh"],
+                    "rules": section.get("rules", "tensor"),
+                    "variant": variant,
+                    **line,
+                }
                 if base is not None and base is not section:
                     (one,) = [r for r in base["variants"]["split"] if r["rows"] == row["rows"]]
                     pairs = zip(row["tokens"], one["tokens"], one["margins"], strict=True)

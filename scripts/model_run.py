@@ -14,7 +14,7 @@ from jaxinfer.models import registry
 from jaxinfer.models.model import Memory, Placement
 from jaxinfer.params import Params
 from jaxinfer.runner.cache import StateShape
-from jaxinfer.runner.step import paged_attend, slot_recur
+from jaxinfer.runner.step_memory import paged_attend, slot_recur
 from jaxinfer.sharding import rules
 from pallas_kernels.delta_rule.api import DeltaPools, SlotRows
 from pallas_kernels.dispatch import Target

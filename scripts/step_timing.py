@@ -82,10 +82,11 @@ class Plans:
     The same plan again writes the same keys and values to the same places, so that every launch has the same context.
     """
 
-    def __init__(self, built: Built, spec: StepSpec):
-        """ValueError for a step that the runner cannot hold, with what it could."""
+    def __init__(self, built: Built, spec: StepSpec, *, group: int = 0, first: int = 0):
+        """group: of devices, where there are several, whose slots and pages these are; first: number of its first
+        sequence, which tells its text. ValueError for a step that the runner cannot hold, with what it could."""
         shape = built.builder.shape
-        self._built, self._spec = built, spec
+        self._built, self._spec, self._group, self._first = built, spec, group, first
         self._page_size = shape.page_size
         self._lengths = [spec.context + 1] * spec.rows + ([spec.chunk] if spec.chunk else [])
         needs = sum(self._num_pages(length) for length in self._lengths)
@@ -97,7 +98,8 @@ class Plans:
             raise ValueError(f"step {spec} needs {needs} pages; there are {shape.num_pages}")
         rng = np.random.default_rng(0)
         # Of each slot its own: of one text, all rows would go to the same experts.
-        self._tokens = rng.integers(0, built.builder.vocab_size, max(self._lengths) + len(self._lengths)).tolist()
+        num_tokens = max(self._lengths) + first + len(self._lengths)
+        self._tokens = rng.integers(0, built.builder.vocab_size, num_tokens).tolist()
         chunks = [self._chunk(spec.rows, 0, spec.chunk)] if spec.chunk else []
         decodes = [DecodeRow(slot, spec.context, self._page(slot, spec.context)) for slot in range(spec.rows)]
         self.plan = StepPlan(1, decodes, chunks)
@@ -123,7 +125,9 @@ class Plans:
 
     def _run(self, chunks: Sequence[PrefillChunk]) -> None:
         if chunks:
-            self._built.runner.collect(self._built.runner.launch(StepPlan(0, [], chunks)))
+            plans = [StepPlan(0, [], [])] * self._built.builder.num_groups
+            plans[self._group] = StepPlan(0, [], chunks)
+            self._built.runner.collect(self._built.runner.launch(of_groups(plans)))
 
     def _num_pages(self, length: int) -> int:
         return -(-length // self._page_size)
@@ -133,7 +137,7 @@ class Plans:
         return 1 + sum(self._num_pages(length) for length in self._lengths[:slot]) + position // self._page_size
 
     def _chunk(self, slot: int, start: int, count: int) -> PrefillChunk:
-        first, tokens = self._num_pages(start), self._tokens[slot:]
+        first, tokens = self._num_pages(start), self._tokens[self._first + slot :]
         pages = range(first, self._num_pages(start + count))
         return PrefillChunk(
             slot=slot,
@@ -146,6 +150,11 @@ class Plans:
             prompt_len=start + count,
             history=None,
         )
+
+
+def of_groups(plans: Sequence[StepPlan]) -> StepPlan:
+    """The plans of all groups of devices as one."""
+    return StepPlan(1, (), (), groups=tuple(plans)) if len(plans) > 1 else plans[0]
 
 
 def time_plan(runner: ModelRunner, plan: StepPlan, num_steps: int) -> dict[str, float]:

@@ -61,20 +61,19 @@ def assets() -> Path:
     return Path(folder)
 
 
+def read_golden(family: str) -> Golden:
+    """A family of tests/golden."""
+    folder = GOLDEN / family
+    if not folder.is_dir():
+        known = ", ".join(sorted(path.name for path in GOLDEN.iterdir()))
+        raise ValueError(f"no golden {family!r}; known: {known}")
+    with np.load(folder / "expected.npz") as arrays:
+        count = sum(name.startswith("prompt_") for name in arrays)
+        columns = ([arrays[f"{kind}_{i}"] for i in range(count)] for kind in ("prompt", "logits", "tokens", "margins"))
+        return Golden(folder, json.loads((folder / "config.json").read_text()), *columns)
+
+
 @pytest.fixture(scope="session")
 def golden() -> Callable[[str], Golden]:
     """Reads a family of tests/golden: golden("llama")."""
-
-    def read(family: str) -> Golden:
-        folder = GOLDEN / family
-        if not folder.is_dir():
-            known = ", ".join(sorted(path.name for path in GOLDEN.iterdir()))
-            raise ValueError(f"no golden {family!r}; known: {known}")
-        with np.load(folder / "expected.npz") as arrays:
-            count = sum(name.startswith("prompt_") for name in arrays)
-            columns = (
-                [arrays[f"{kind}_{i}"] for i in range(count)] for kind in ("prompt", "logits", "tokens", "margins")
-            )
-            return Golden(folder, json.loads((folder / "config.json").read_text()), *columns)
-
-    return read
+    return read_golden

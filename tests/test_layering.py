@@ -81,7 +81,7 @@ MAY_IMPORT = {
         "jaxinfer.frontend",
         "jaxinfer.cluster",
     ),
-    "jaxinfer.kv_tiers": ("checkpoints", "jaxinfer.config", "jaxinfer.params", "jaxinfer.runner"),
+    "jaxinfer.kv_tiers": ("checkpoints", "jaxinfer.config", "jaxinfer.models", "jaxinfer.params", "jaxinfer.runner"),
     "jaxinfer.build": PACKAGES,  # the half of api that makes the parts
     "jaxinfer.memory_plan": PACKAGES,  # what build would make, in bytes
     "jaxinfer.api": PACKAGES,

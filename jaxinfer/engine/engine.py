@@ -7,9 +7,12 @@ import logging
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
+from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
 from jaxinfer.runner.runner import InFlight, ModelRunner, StuckStep, Unsampled
+from jaxinfer.scheduler import report
+from jaxinfer.scheduler.groups import Groups, group_of
 from jaxinfer.scheduler.matching import Matcher
 from jaxinfer.scheduler.plan import StepResult
 from jaxinfer.scheduler.scheduler import Scheduler
@@ -73,7 +76,7 @@ class Engine:
     def __init__(
         self,
         runner: ModelRunner,
-        scheduler: Scheduler,
+        scheduler: Scheduler | Groups,
         info: EngineInfo,
         *,
         step_timeout_s: float,
@@ -86,6 +89,7 @@ class Engine:
         self._unsampled: Unsampled | None = None
         self._runner = runner
         self._scheduler = scheduler
+        self._groups = scheduler.schedulers if isinstance(scheduler, Groups) else (scheduler,)
         self._step_timeout_s = step_timeout_s
         self._in_flight: InFlight | None = None
         self._idle_since_s: float | None = None  # on the monotonic clock; None: the last step did something
@@ -124,7 +128,8 @@ class Engine:
         Its error is UnknownSession, InvalidRequest, or RuntimeError where the disk failed.
         """
         self._scheduler.tidy()
-        sessions, done = self._scheduler.cache.sessions, Future[SessionInfo]()
+        group = self._groups[group_of(session_id, len(self._groups))]
+        sessions, done = group.cache.sessions, Future[SessionInfo]()
         try:
             match action:
                 case SessionAction.SAVE:
@@ -145,7 +150,7 @@ class Engine:
         return dataclasses.replace(info, model=self.info.model, num_bytes=info.num_bytes * self._runner.page_file_bytes)
 
     def _resolve_saves(self) -> None:
-        for session_id, outcome in self._scheduler.cache.sessions.take_outcomes():
+        for session_id, outcome in chain.from_iterable(g.cache.sessions.take_outcomes() for g in self._groups):
             for done in self._saves.pop(session_id, ()):
                 if isinstance(outcome, Exception):
                     done.set_exception(outcome)
@@ -191,7 +196,7 @@ class Engine:
         if result is None:
             return events
         self._failures = 0
-        if -1 in result.token_ids.values():
+        if result.has_bad_logits:
             return events + self._recover_from_nan(result)
         return events + self._scheduler.apply(result) if events else self._scheduler.apply(result)
 
@@ -266,31 +271,14 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """A snapshot. When nothing runs, it also checks that every page came back; the cache may keep any of them."""
-        s, cache = self._scheduler, self._scheduler.cache
-        s.tidy()
-        if not self.has_work and cache.pool.num_used:
-            raise RuntimeError(f"nothing runs, but {cache.pool.num_used} pages are held")
-        return EngineStats(
-            num_running=s.num_running,
-            num_waiting=s.num_waiting,
-            num_pages_used=cache.pool.num_used,
-            num_pages_cached=cache.pool.num_cached,
-            num_pages=self.info.num_pages,
-            num_host_pages_used=cache.host.num_pages_used,
-            num_host_pages=cache.host.num_pages,
-            num_disk_pages_used=cache.disk.num_used,
-            num_restoring=s.num_restoring,
-            num_sessions=len(cache.sessions),
-            num_offloaded_pages=cache.tiers.num_offloaded,
-            num_restored_pages=cache.prefix.num_restored,
+        self._scheduler.tidy()
+        found = report.stats(self._groups, self._scheduler.num_steps)
+        if not self.has_work and found.num_pages_used:
+            raise RuntimeError(f"nothing runs, but {found.num_pages_used} pages are held")
+        return dataclasses.replace(
+            found,
             num_disk_writes=self._runner.num_disk_writes,
             num_disk_reads=self._runner.num_disk_reads,
-            prompt_tokens=s.prompt_tokens,
-            cached_prompt_tokens=s.cached_prompt_tokens,
-            num_evictions=cache.prefix.num_evictions,
-            generation_tokens=s.generation_tokens,
-            num_preemptions=s.num_preemptions,
-            num_steps=s.num_steps,
             num_failed_steps=self._num_failed_steps,
             compilations_after_ready=self._runner.compilations_after_ready,
             num_stuck_steps=self._num_stuck_steps,

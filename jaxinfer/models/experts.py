@@ -83,7 +83,8 @@ def block(
     """A function of x [T, D] and the number of a sparse layer among its like: x plus its experts.
 
     real [T] bool: tokens that are not padding. On several devices each has a slice of every expert, all of some,
-    or slices of some.
+    or slices of some. Along an axis that splits tokens, too, each computes its experts for the tokens of all, which are
+    gathered, and gets back the sums of its own.
     """
     m = c.moe
     assert m is not None
@@ -92,6 +93,9 @@ def block(
     num_local, axes = experts.gate_up.shape[1], (*place.over("experts"), *place.over("expert_mlp"))
     how = {"target": place.target, "counters": place.counters}
     choice = {"norm": norm, "top_k": m.top_k, "renormalise": m.renormalise, "valid": real}
+    gathered = tuple(axis for axis in axes if axis in (*place.over("rows"), *place.over("tokens")))
+    if gathered:
+        choice["valid"] = jax.lax.all_gather(real, gathered, tiled=True)
     if num_local < m.num_experts:
         choice["first_expert"] = jax.lax.axis_index(place.over("experts")) * num_local
 
@@ -106,7 +110,12 @@ def block(
         if not axes:
             residual = x if h is None else layers.add_product(x, h, params["shared_down"], None, layer, place, "mlp")
             return moe(x, experts, layer, residual=residual, **choice, **how)
-        parts = [(moe(x, experts, layer, **choice, **how), axes)]
+        if gathered:
+            y = moe(jax.lax.all_gather(x, gathered, tiled=True), experts, layer, **choice, **how)
+            y = jax.lax.psum_scatter(y, gathered, tiled=True)
+        else:
+            y = moe(x, experts, layer, **choice, **how)
+        parts = [(y, tuple(axis for axis in axes if axis not in gathered))]
         if h is not None:
             parts.append((linear(h, params["shared_down"], layer, **how), place.over("mlp")))
         return layers.add_parts(x, parts)

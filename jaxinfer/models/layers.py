@@ -42,7 +42,7 @@ def add_parts(residual: jax.Array, parts: Sequence[tuple[jax.Array, tuple[str, .
     for y, own in parts:
         others = tuple(axis for axis in axes if axis not in own)
         total += jnp.where(jax.lax.axis_index(others) == 0, y, 0) if others else y
-    return residual + jax.lax.psum(total, axes)
+    return residual + (jax.lax.psum(total, axes) if axes else total)
 
 
 def embed(tokens: jax.Array, table: jax.Array, place: Placement) -> jax.Array:

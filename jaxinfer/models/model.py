@@ -35,7 +35,8 @@ class Attend(Protocol):
     """Attention of one layer over the sequences of the step, given by the runner.
 
     qkv [T, K, G + 2, E]: for each KV head its G query heads, then key and value, before `norms` and RoPE; rotary:
-    cosines and sines, float32 [T, E / 2] each; layer, window: int32 scalar arrays. Returns [T, K * G, E].
+    cosines and sines of all tokens of the step, float32 [T', E / 2] each, of which a device may have T; layer, window:
+    int32 scalar arrays. Returns [T, K * G, E].
     """
 
     def __call__(
@@ -64,7 +65,7 @@ class Memory(NamedTuple):
     """What the layers of a step have of its sequences."""
 
     attend: Attend
-    real: jax.Array  # [T] bool: tokens that are not padding
+    real: jax.Array  # [T] bool: tokens of this device that are not padding
     recur: Recur | None = None  # None: there is no recurrent state
     only: Callable[[jax.Array], Memory] | None = None
     """Given whether this device computes, the same memory, or one of padding alone. None: there is one stage."""
@@ -107,7 +108,8 @@ class Model(NamedTuple):
     vocab_rows: int  # V, rows of the embedding table; ids from the tokenizer's size on are padding
     max_model_len: int  # positions that the model was made for, tokens
     forward: Callable[[Params, jax.Array, jax.Array, Memory, Placement], jax.Array]
-    """(params, tokens [T], positions [T], memory, place) -> hidden states [T, D] before the final norm."""
+    """(params, tokens [T], positions [T'], memory, place) -> hidden states [T, D] before the final norm. T' > T where a
+    device has a part of the step's tokens: positions, and angles, are those of all, as the memory takes them."""
     logits: Callable[[Params, jax.Array, Placement], jax.Array]
     """(params, hidden states [R, D], place) -> logits [R, V] in float32."""
     ignored: Callable[[str], bool]

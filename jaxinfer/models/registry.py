@@ -59,10 +59,11 @@ def for_mesh(
     """The model of a config.json as a mesh runs it: with a copy of a KV head for each of the devices that share it.
 
     Raises as `from_config`; ShardingError for sizes that do not divide, with those that would work, for a mesh axis
-    that splits nothing, and for one that splits an array twice.
+    that splits nothing, for one that splits an array twice, and for one that splits a step and what it sums.
     """
     model = from_config(config, tensors, kv_shards=rules.num_shards("kv_heads", mesh, axis_rules))
     rules.check_used(model.specs, mesh, axis_rules, model.architecture)
     rules.check_divisible(model.specs, mesh, axis_rules, model.lengths)
     rules.partitions(model.specs, mesh, axis_rules)
+    rules.check_apart(mesh, axis_rules)
     return model

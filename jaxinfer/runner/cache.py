@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from jaxinfer.models.model import CacheShape, RecurrentShape
 from jaxinfer.params import shard_bytes
@@ -39,7 +39,11 @@ class PoolError(ValueError):
 
 @flax.struct.dataclass
 class DeviceState:
-    """N slots, and slot N for rows that pad a bucket; page 0 likewise takes writes of padding. V vocabulary rows."""
+    """N slots, and slot N for rows that pad a bucket; page 0 likewise takes writes of padding. V vocabulary rows.
+
+    Shapes are those that a group of devices has. Where sequences are split over several, arrays hold these one behind
+    the other, along slots, rows or pages; numbers of slots and pages are those within a group.
+    """
 
     k_pages: jax.Array  # [L, P, S, K, E]
     v_pages: jax.Array  # [L, P, S, K, E]
@@ -60,7 +64,7 @@ class DeviceState:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StateShape:
-    """The sizes that fix every array of DeviceState."""
+    """The sizes that fix every array of DeviceState, within a group of devices that has sequences of its own."""
 
     cache: CacheShape
     recurrent: RecurrentShape | None = None
@@ -79,16 +83,20 @@ class StateShape:
     def abstract(self, mesh: rules.AnyMesh, axis_rules: rules.Rules) -> DeviceState:
         """Shapes, dtypes and shardings, with no memory behind them."""
         c, rows = self.cache, self.num_slots + 1
-        pool_axes = ("layers", "pages", None, "kv_heads", None)
+        pool_axes = ("layers", rules.ROWS, None, "kv_heads", None)
         pool = (c.num_layers, self.num_pages + 1, self.page_size, c.num_kv_heads, c.head_width)
+        num_groups = rules.num_shards(rules.ROWS, mesh, axis_rules)
 
-        def array(shape, dtype, axes=()) -> jax.ShapeDtypeStruct:
-            sharding = NamedSharding(mesh, rules.partition(axes, mesh, axis_rules) if axes else PartitionSpec())
-            return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+        def array(shape, dtype, axes=(rules.ROWS,)) -> jax.ShapeDtypeStruct:
+            spec = rules.partition(axes, mesh, axis_rules) if len(axes) > 1 else rules.by_rows(mesh, axis_rules)
+            sharding = NamedSharding(mesh, spec)
+            of_all = list(shape)
+            of_all[axes.index(rules.ROWS)] *= num_groups
+            return jax.ShapeDtypeStruct(tuple(of_all), dtype, sharding=sharding)
 
         recurrent = conv = None
         if (r := self.recurrent) is not None:
-            heads, slots = ("delta_heads", None), ("layers", None)
+            heads, slots = ("delta_heads", None), ("layers", rules.ROWS)
             places = rows + self.num_states
             matrices = (r.num_layers, places, r.num_key_heads, r.group, r.key_width, r.value_width)
             recurrent = array(matrices, jnp.float32, (*slots, *heads, None, None))
@@ -158,7 +166,7 @@ def slot_bytes(state: DeviceState) -> int:
 
 def page_bytes(state: DeviceState) -> int:
     """Bytes that a page takes on each device. `state`: arrays or their abstract values."""
-    return shard_bytes((state.k_pages, state.v_pages)) // state.k_pages.shape[1]
+    return shard_bytes((state.k_pages, state.v_pages)) // state.k_pages.sharding.shard_shape(state.k_pages.shape)[1]
 
 
 def pool_pages(shape: StateShape, mesh: Mesh, page_bytes: int, *, used_bytes: int, temp_bytes: int) -> int:

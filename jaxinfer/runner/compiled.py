@@ -242,9 +242,10 @@ def sampler_program(builder: StepBuilder, rows: int) -> Program:
 
 def mask_program(builder: StepBuilder, rows: int) -> Program:
     """What writes so many masks."""
-    packed = builder.replicated((rows, inputs.mask_size(builder.shape.vocab_rows)), jnp.int32)
+    packed = builder.by_group((rows, inputs.mask_size(builder.shape.vocab_rows)), jnp.int32)
     state, options = builder.abstract_state, _options(builder, captured=False)
-    return Program(f"set_masks, {rows} rows", builder.set_masks, (state, packed), state, donated=(0,), options=options)
+    args, function = (state, packed), builder.in_groups(builder.set_masks, (state, packed), state)
+    return Program(f"set_masks, {rows} rows", function, args, state, donated=(0,), options=options)
 
 
 def long_program(builder: StepBuilder, params: Any, num_tokens: int) -> Program:
@@ -269,14 +270,19 @@ def long_store_program(builder: StepBuilder, num_tokens: int) -> Program:
 def small_programs(builder: StepBuilder) -> dict[str, Program]:
     """The programs around the steps, by their names in Programs."""
     state, staged, rows = builder.abstract_state, builder.abstract_inputs, builder.abstract_rows
-    history = builder.replicated((inputs.history_size(builder.shape.max_model_len),), jnp.int32)
+    history = builder.by_group((inputs.history_size(builder.shape.max_model_len),), jnp.int32)
     num_prefix = inputs.prefix_size(builder.shape.table_width)
-    prefix = builder.replicated((num_prefix + staged.size,), jnp.int32)
-    prefix_rows = builder.replicated((num_prefix + rows.size,), jnp.int32)
+    prefix, prefix_rows = (
+        builder.by_group((num_prefix + inputs.size // builder.num_groups,), jnp.int32) for inputs in (staged, rows)
+    )
     options = _options(builder, captured=False)
 
+    def program(name: str, function: Callable, args: tuple, result: Any, donated: tuple[int, ...] = ()) -> Program:
+        return Program(name, builder.in_groups(function, args, result), args, result, donated, options)
+
     def stage(staged: jax.Array, new: jax.Array) -> jax.Array:
-        return staged.at[:].set(new)
+        # As in StepBuilder._keep.
+        return jax.lax.dynamic_update_slice_in_dim(staged, new, 0, axis=0)
 
     def set_up_prefix(state: Any, staged: jax.Array, packed: jax.Array) -> tuple[Any, jax.Array]:
         # With the inputs of the step that follows: a launch and a copy less, 0.3 ms on an H200.
@@ -286,17 +292,17 @@ def small_programs(builder: StepBuilder) -> dict[str, Program]:
         return jnp.where(True, array, 0)  # computed, since an identity would hand out the donated buffer itself
 
     found: tuple[Program, ...] = (
-        Program("stage", stage, (staged, staged), staged, donated=(0,), options=options),
-        Program("stage_rows", stage, (rows, rows), rows, donated=(0,), options=options),
-        Program("read_tokens", read, (state.last_token,), state.last_token, options=options),
-        Program("read_logprobs", read, (state.logprobs,), state.logprobs, options=options),
-        Program("set_up_slot", builder.set_up_slot, (state, history), state, donated=(0,), options=options),
-        Program("set_up_prefix", set_up_prefix, (state, staged, prefix), (state, staged), (0, 1), options),
-        Program("set_up_prefix_rows", set_up_prefix, (state, rows, prefix_rows), (state, rows), (0, 1), options),
+        program("stage", stage, (staged, staged), staged, (0,)),
+        program("stage_rows", stage, (rows, rows), rows, (0,)),
+        program("read_tokens", read, (state.last_token,), state.last_token),
+        program("read_logprobs", read, (state.logprobs,), state.logprobs),
+        program("set_up_slot", builder.set_up_slot, (state, history), state, (0,)),
+        program("set_up_prefix", set_up_prefix, (state, staged, prefix), (state, staged), (0, 1)),
+        program("set_up_prefix_rows", set_up_prefix, (state, rows, prefix_rows), (state, rows), (0, 1)),
     )
     if builder.shape.num_states:
-        places = builder.replicated((2,), jnp.int32)
-        found += (Program("copy_state", builder.copy_state, (state, places), state, donated=(0,), options=options),)
+        places = builder.by_group((2,), jnp.int32)
+        found += (program("copy_state", builder.copy_state, (state, places), state, (0,)),)
     if builder.frame_pages:
         pages, frame = builder.replicated((builder.frame_pages,), jnp.int32), builder.abstract_frame
         pools = state.k_pages, state.v_pages

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import statistics
 import threading
 import time
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.params import Params
-from jaxinfer.runner import cache, compiled, host_pages, inputs, long_context, sampling, scoring
+from jaxinfer.runner import cache, compiled, host_pages, inputs, long_context, packing, scoring
 from jaxinfer.runner.buckets import Bucket, choose
 from jaxinfer.runner.compiled import Programs, Progress
 from jaxinfer.runner.disk_pages import DiskPages
@@ -23,15 +25,13 @@ from jaxinfer.runner.page_file import BLOCK_BYTES
 from jaxinfer.runner.step import StepBuilder
 from jaxinfer.scheduler.plan import (
     CachedPrefix,
-    LastToken,
     LongChunk,
-    PrefillChunk,
     StepPlan,
     StepResult,
     TokenMask,
     Transferred,
 )
-from jaxinfer.types import Request, TokenLogprobs
+from jaxinfer.types import Request
 
 WARM_UP_RUNS = {"cpu": 1, "gpu": 3}
 """Runs of each program before ready: a graph is recorded on the second run and replayed from the third."""
@@ -84,6 +84,8 @@ class ModelRunner:
     ):
         """Warms up: every program runs. The state is zeros. disk: what is behind the host tier."""
         self._builder = builder
+        self._num_groups = builder.num_groups
+        self._empty_plan = StepPlan(0, (), (), groups=(EMPTY_PLAN,) * self._num_groups if self._num_groups > 1 else ())
         self._params = params
         self._programs = programs
         self._host: long_context.HostContext | None = None
@@ -127,20 +129,22 @@ class ModelRunner:
         """Starts a step and returns without waiting for it; None for a plan without rows, which has no step.
 
         Steps run in the order of their launches. One that is constrained is to be sampled before the next is launched.
+        ValueError for a plan of more or fewer groups than there are.
         """
+        if len(plan.parts) != self._num_groups:
+            raise ValueError(f"the plan is for {len(plan.parts)} groups of devices; there are {self._num_groups}")
         with self._counter:
             if plan.transfers:
                 assert self._tier is not None
                 self._tier.begin(self._state, plan.transfers)
-            for chunk in (*plan.chunks, *(prefix.last for prefix in plan.prefixes if prefix.last is not None)):
-                if chunk.history is not None and (chunk.request.has_penalties or chunk.request.logit_bias):
-                    self._set_up_slot(chunk)
+            for packed in packing.histories_of(plan, self._builder.shape):
+                self._state = self._programs.set_up_slot(self._state, packed)
             if not plan.num_rows:
-                self._stage_rows(np.zeros(0, np.int32), plan.prefixes)
+                self._stage_rows([packing.NOTHING] * self._num_groups, [part.prefixes for part in plan.parts])
                 return None
             num_rows = self._run_plan(plan) if plan.long is None else self._run_long(plan.long, plan.prefixes)
-            for slot, place in plan.kept_states:
-                self._copy_state(slot, self._first_copy + place)
+            for kept in zip_longest(*(part.kept_states for part in plan.parts)):
+                self._copy_states([one and (one.slot, self._first_copy + one.place) for one in kept])
             if plan.constrained:
                 return Unsampled(plan, num_rows)
             if not plan.is_plain:
@@ -159,19 +163,12 @@ class ModelRunner:
 
     def collect(self, in_flight: InFlight, timeout_s: float = math.inf) -> StepResult:
         """Waits for a step and reads what it sampled: -1 where the logits were not numbers. Raises StuckStep."""
-        plan = in_flight.plan
         _wait(in_flight, timeout_s)
-        slots = [row.slot for row in plan.decodes] + [chunk.slot for chunk in plan.prefills if chunk.samples]
-        if plan.long is not None and plan.long.samples:
-            slots.append(plan.long.slot)
-        sampled = dict(zip(slots, np.asarray(in_flight.tokens)[slots].tolist(), strict=True))
-        scores = {} if in_flight.scores is None else scoring.unpack(plan, np.asarray(in_flight.scores))
-        if in_flight.logprobs is None:
-            return StepResult(plan.step, sampled, {}, scores)
-        packed = np.asarray(in_flight.logprobs)[slots]
-        rows = zip(slots, *(part.tolist() for part in sampling.unpack_logprobs(packed)), strict=True)
-        logprobs = {slot: TokenLogprobs(chosen, tuple(zip(ids, top, strict=True))) for slot, chosen, ids, top in rows}
-        return StepResult(plan.step, sampled, logprobs, scores)
+        logprobs = None if in_flight.logprobs is None else np.asarray(in_flight.logprobs)
+        found = packing.results(in_flight.plan, np.asarray(in_flight.tokens), logprobs)
+        if in_flight.scores is None:
+            return found
+        return dataclasses.replace(found, scores=scoring.unpack(in_flight.plan, np.asarray(in_flight.scores)))
 
     def transferred(self) -> list[Transferred]:
         """The transfers that have ended. What they brought is there for whatever is launched from now on."""
@@ -231,9 +228,9 @@ class ModelRunner:
 
     def _run(self, bucket: Bucket, plan: StepPlan) -> None:
         shape = self._builder.shape
-        packed = inputs.pack(plan, bucket, page_size=shape.page_size, num_slots=shape.num_slots)
+        sizes = {"page_size": shape.page_size, "num_slots": shape.num_slots}
         stage = self._stage_rows if bucket.decode else self._stage
-        stage(packed, plan.prefixes)
+        stage([inputs.pack(part, bucket, **sizes) for part in plan.parts], [part.prefixes for part in plan.parts])
         staged = self._rows if bucket.decode else self._staged
         if plan.is_scored:
             behind = scoring.targets(plan, bucket.tokens)
@@ -245,7 +242,8 @@ class ModelRunner:
     def _run_plan(self, plan: StepPlan) -> int:
         """Runs the smallest bucket that holds the plan, and returns its rows."""
         buckets = tuple(self._programs.scored) if plan.is_scored else self._builder.buckets
-        bucket = choose(buckets, decode=not plan.prefills, tokens=plan.num_tokens, rows=plan.num_rows)
+        decode = not any(part.prefills for part in plan.parts)
+        bucket = choose(buckets, decode=decode, tokens=plan.num_tokens, rows=plan.num_rows)
         self._run(bucket, plan)
         return bucket.rows
 
@@ -263,46 +261,48 @@ class ModelRunner:
                 f"pages, does not fit: a step holds {long.chunk} tokens, the host {long.num_tokens}"
             )
         size = min(size for size in long.sizes if size >= chunk.num_tokens)
-        self._stage(inputs.pack_long(chunk, size), prefixes)
+        self._stage([inputs.pack_long(chunk, size)], [prefixes])
         self._state, new = programs.long[size](self._params, self._state, self._host, self._staged)
         self._host = programs.long_stores[size](self._host, new, self._staged)
         return 1
 
-    def _stage(self, packed: np.ndarray, prefixes: Sequence[CachedPrefix] = ()) -> None:
-        """Puts the inputs of a step where it reads them, and what begins in the cache into its slots."""
-        padded = _padded(packed, self._staged.size)
-        for prefix in prefixes:
-            both = np.concatenate([self._packed_prefix(prefix), padded])
-            self._state, self._staged = self._programs.set_up_prefix(self._state, self._staged, both)
-            self._begin_state(prefix)
-        if not prefixes:
-            self._staged = self._programs.stage(self._staged, padded)
+    def _stage(self, packed: Sequence[np.ndarray], prefixes: Sequence[Sequence[CachedPrefix]]) -> None:
+        """Puts the inputs of a step where it reads them, of each group, and what begins in the cache into its slots."""
+        programs = self._programs
+        self._staged = self._staged_with(self._staged, packed, prefixes, programs.stage, programs.set_up_prefix)
 
-    def _stage_rows(self, packed: np.ndarray, prefixes: Sequence[CachedPrefix] = ()) -> None:
+    def _stage_rows(self, packed: Sequence[np.ndarray], prefixes: Sequence[Sequence[CachedPrefix]]) -> None:
         """The same for a decode step, or for none."""
-        padded = _padded(packed, self._rows.size)
-        for prefix in prefixes:
-            both = np.concatenate([self._packed_prefix(prefix), padded])
-            self._state, self._rows = self._programs.set_up_prefix_rows(self._state, self._rows, both)
-            self._begin_state(prefix)
-        if not prefixes:
-            self._rows = self._programs.stage_rows(self._rows, padded)
+        programs = self._programs
+        self._rows = self._staged_with(self._rows, packed, prefixes, programs.stage_rows, programs.set_up_prefix_rows)
 
-    def _packed_prefix(self, prefix: CachedPrefix) -> np.ndarray:
-        return inputs.pack_prefix(prefix, table_width=self._builder.shape.table_width)
+    def _staged_with(
+        self,
+        staged: jax.Array,
+        packed: Sequence[np.ndarray],
+        prefixes: Sequence[Sequence[CachedPrefix]],
+        stage: Any,
+        set_up_prefix: Any,
+    ) -> jax.Array:
+        shape, size = self._builder.shape, staged.size // self._num_groups
+        if not any(prefixes):
+            return stage(staged, packing.steps(packed, size))
+        for of_groups in zip_longest(*prefixes, fillvalue=packing.no_prefix(shape)):
+            both = packing.prefixes(of_groups, packed, size, shape)
+            self._state, staged = set_up_prefix(self._state, staged, both)
+            states = [None if p.state is None else (self._first_copy + p.state, p.slot) for p in of_groups]
+            if any(states):
+                self._copy_states(states)
+        return staged
 
     @property
     def _first_copy(self) -> int:
         """Of the places of recurrent states, the first that is no slot's."""
         return self._builder.shape.num_slots + 1
 
-    def _begin_state(self, prefix: CachedPrefix) -> None:
-        """Gives the slot the recurrent state that its sequence begins with, if there are such."""
-        if prefix.state is not None:
-            self._copy_state(self._first_copy + prefix.state, prefix.slot)
-
-    def _copy_state(self, source: int, target: int) -> None:
-        self._state = self._programs.copy_state(self._state, np.array([source, target], np.int32))
+    def _copy_states(self, places: Sequence[tuple[int, int] | None]) -> None:
+        """Copies a recurrent state of each group from one place to another; None: of that group none."""
+        self._state = self._programs.copy_state(self._state, packing.state_copies(places, self._builder.shape))
 
     def _read(self, plan: StepPlan, *, wants_logprobs: bool) -> InFlight:
         """Starts copying what the last step sampled to the host, before the next step overwrites it."""
@@ -315,17 +315,9 @@ class ModelRunner:
         logprobs.copy_to_host_async()
         return InFlight(plan, tokens, logprobs, scores)
 
-    def _set_up_slot(self, chunk: PrefillChunk | LongChunk | LastToken) -> None:
-        shape = self._builder.shape
-        packed = inputs.pack_history(chunk, max_model_len=shape.max_model_len, vocab_rows=shape.vocab_rows)
-        self._state = self._programs.set_up_slot(self._state, packed)
-
     def _set_masks(self, masks: Sequence[TokenMask]) -> None:
         shape, (*_, most) = self._builder.shape, self._builder.mask_rows
-        for start in range(0, len(masks), most):
-            some = masks[start : start + most]
-            num_rows = 1 if len(some) == 1 else most
-            packed = inputs.pack_masks(some, num_rows, vocab_rows=shape.vocab_rows, num_slots=shape.num_slots)
+        for num_rows, packed in packing.masks(masks, self._num_groups, most, shape):
             self._state = self._programs.set_masks[num_rows](self._state, packed)
 
     def _warm_up(self, progress: Progress) -> dict[Bucket, float]:
@@ -335,15 +327,15 @@ class ModelRunner:
         """
         platform, buckets = self._builder.platform, self._builder.buckets
         least = WARM_UP_RUNS[platform]
-        history = np.zeros(inputs.history_size(self._builder.shape.max_model_len), np.int32)
-        history[0] = self._builder.shape.num_slots
+        none = [None] * self._num_groups
+        history = packing.histories(none, self._builder.shape)
         self._state = jax.block_until_ready(self._programs.set_up_slot(self._state, history))
-        nothing = np.zeros(0, np.int32), [CachedPrefix(self._builder.shape.num_slots, (), None)]
+        prefixes = [[packing.no_prefix(self._builder.shape)]] * self._num_groups
         for stage in (self._stage, self._stage_rows):
-            stage(*nothing)
+            stage([packing.NOTHING] * self._num_groups, prefixes)
             jax.block_until_ready(self._state)
         if self._programs.copy_state is not None:
-            self._copy_state(self._builder.shape.num_slots, self._builder.shape.num_slots)
+            self._copy_states(none)
             jax.block_until_ready(self._state)
         for num_rows in self._builder.mask_rows:
             self._set_masks([TokenMask(self._builder.shape.num_slots, b"", {})] * num_rows)
@@ -354,7 +346,7 @@ class ModelRunner:
             progress(f"warming up sampler, {rows} rows", done, total)
             for _ in range(least):
                 self._state = jax.block_until_ready(sampler(self._state))
-        self.collect(self._read(EMPTY_PLAN, wants_logprobs=True))
+        self.collect(self._read(self._empty_plan, wants_logprobs=True))
         times_ms = {}
         for done, bucket in enumerate(buckets, len(self._programs.samplers)):
             progress(f"warming up {bucket}", done, total)
@@ -375,16 +367,9 @@ class ModelRunner:
     def _time_run(self, bucket: Bucket) -> float:
         """Milliseconds of a step on padding, waited for."""
         start_s = time.perf_counter()
-        self._run(bucket, EMPTY_PLAN)
+        self._run(bucket, self._empty_plan)
         jax.block_until_ready(self._state)
         return (time.perf_counter() - start_s) * 1e3
-
-
-def _padded(packed: np.ndarray, size: int) -> np.ndarray:
-    """With zeros behind it."""
-    padded = np.zeros(size, np.int32)
-    padded[: len(packed)] = packed
-    return padded
 
 
 def _wait(in_flight: InFlight, timeout_s: float) -> None:

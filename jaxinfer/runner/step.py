@@ -11,20 +11,17 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxinfer.models.model import Attend, Memory, Model, Placement, Recur
+from jaxinfer.models.model import Memory, Model, Placement
 from jaxinfer.params import Params, abstract_params
 from jaxinfer.runner import inputs, long_context, sampling, scoring
 from jaxinfer.runner.buckets import Bucket
 from jaxinfer.runner.cache import DeviceState, StateShape
 from jaxinfer.runner.long_context import HostContext, LongContext
+from jaxinfer.runner.step_memory import TokenPart, paged_attend, slot_recur
 from jaxinfer.sharding import rules
-from pallas_kernels.delta_rule.api import DeltaPools, SlotRows, delta_rule
-from pallas_kernels.delta_rule.api import plan as plan_delta
+from pallas_kernels.delta_rule.api import DeltaPools, SlotRows
 from pallas_kernels.dispatch import Target
-from pallas_kernels.kv_write.api import kv_write
-from pallas_kernels.paged_attention.api import PagedRows, paged_attention
-from pallas_kernels.paged_attention.api import plan as plan_attention
-from pallas_kernels.paged_attention.decode import decode_attention
+from pallas_kernels.paged_attention.api import PagedRows
 
 NUM_COUNTERS = 2**14
 """As many results as programs of one kernel can share: rows times KV heads in attention, blocks of a product. A kernel
@@ -38,37 +35,12 @@ ScoredStep = Callable[[Params, DeviceState, jax.Array, jax.Array], tuple[DeviceS
 LongStep = Callable[[Params, DeviceState, HostContext, jax.Array], tuple[DeviceState, HostContext]]
 
 
-def paged_attend(
-    pools: tuple[jax.Ref, jax.Ref], rows: PagedRows, place: Placement, *, num_heads: int, max_query_len: int
-) -> Attend:
-    """Attention of `num_heads` query heads over pools of [L, P, S, K, E] for the rows of a step."""
-    plan = plan_attention(rows, pools, num_heads=num_heads, max_query_len=max_query_len, target=place.target)
-
-    def attend(qkv, rotary, layer, *, norms, scale, window):
-        how = {"scale": scale, "window": window, "counters": place.counters, "target": place.target}
-        if max_query_len == 1:
-            return decode_attention(qkv, rotary, pools, layer, rows, norms=norms, **how)
-        places = rows.token_page, rows.token_position
-        q = kv_write(qkv, rotary, pools, layer, places, norms=norms, target=place.target)
-        return paged_attention(q, pools, layer, rows, max_query_len=max_query_len, plan=plan, **how)
-
-    return attend
-
-
-def slot_recur(pools: DeltaPools, rows: SlotRows, place: Placement, *, max_query_len: int) -> Recur:
-    """The gated delta rule over the states of slots for the rows of a step."""
-    plan = plan_delta(rows, max_query_len=max_query_len, target=place.target)
-
-    def recur(x, weights, layer, *, eps):
-        sizes = {"eps": eps, "max_query_len": max_query_len}
-        return delta_rule(x, weights, pools, layer, rows, plan=plan, target=place.target, **sizes)
-
-    return recur
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepBuilder:
-    """Makes the function of each bucket. On several devices each runs it on its shard, with visible sums."""
+    """Makes the function of each bucket. On several devices each runs it on its shard, with visible sums.
+
+    Where sequences are split over groups of devices, each group runs the step on its own rows, slots and pages.
+    """
 
     model: Model
     shape: StateShape
@@ -82,7 +54,11 @@ class StepBuilder:
     target_of_plan: Target | None = None  # what a mesh without devices stands for; None: the mesh has devices
 
     def __post_init__(self) -> None:
-        """Raises NotImplementedError for long contexts on several devices, or of a model with a recurrent state."""
+        """Raises NotImplementedError for long contexts on several devices, or of a model with a recurrent state.
+
+        ShardingError where the largest step cannot be shared out by tokens.
+        """
+        rules.check_step(max((bucket.tokens for bucket in self.buckets), default=0), self.mesh, self.axis_rules)
         if self.long is not None and self.model.recurrent is not None:
             raise NotImplementedError(
                 f"{self.model.architecture} has a recurrent state, which a long context needs whole"
@@ -106,6 +82,11 @@ class StepBuilder:
         return Target.of(self.mesh.devices.flat[0])
 
     @property
+    def num_groups(self) -> int:
+        """Groups of devices that have sequences of their own."""
+        return rules.num_shards(rules.ROWS, self.mesh, self.axis_rules)
+
+    @property
     def abstract_state(self) -> DeviceState:
         """Shapes, dtypes and shardings of the state."""
         return self.shape.abstract(self.mesh, self.axis_rules)
@@ -122,13 +103,13 @@ class StepBuilder:
         sizes = [inputs.packed_size(bucket, self.shape.page_size) for bucket in self.buckets]
         if self.long is not None:
             sizes.append(inputs.long_size(self.long.chunk))
-        return self.replicated((max(sizes),), jnp.int32)
+        return self.by_group((max(sizes),), jnp.int32)
 
     @property
     def abstract_rows(self) -> jax.ShapeDtypeStruct:
         """The one of decode steps, which are the most: 3 kB for 256 rows, of the 100 that others may need."""
         sizes = [inputs.packed_size(bucket, self.shape.page_size) for bucket in self.buckets if bucket.decode]
-        return self.replicated((max(sizes),), jnp.int32)
+        return self.by_group((max(sizes),), jnp.int32)
 
     @property
     def mask_rows(self) -> tuple[int, ...]:
@@ -155,16 +136,42 @@ class StepBuilder:
         """An array of which every device has a copy."""
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self.mesh, PartitionSpec()))
 
+    def by_group(self, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.ShapeDtypeStruct:
+        """An array of which every group has one of this shape: one behind the other, along the first dimension."""
+        sharding = NamedSharding(self.mesh, rules.by_rows(self.mesh, self.axis_rules))
+        return jax.ShapeDtypeStruct((self.num_groups * shape[0], *shape[1:]), dtype, sharding=sharding)
+
+    def in_groups(self, function: Callable, args: Any, result: Any) -> Callable:
+        """The function as each group runs it on what it has of arguments and result, which are abstract values."""
+        if self.num_groups == 1:
+            return function
+        specs = jax.tree.map(lambda a: a.sharding.spec, (args, result))
+        return jax.shard_map(function, mesh=self.mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False)
+
+    def split_of(self, bucket: Bucket) -> dict[str, tuple[str, ...]]:
+        """Mesh axes that logical axes are split over in a bucket's step.
+
+        Tokens are not in a decode step, where to gather keys and values would cost more than it spares, nor where they
+        are too few.
+        """
+        split = rules.split(self.mesh, self.axis_rules)
+        if bucket.decode or bucket.tokens % rules.num_shards(rules.TOKENS, self.mesh, self.axis_rules):
+            split.pop(rules.TOKENS, None)
+        return split
+
     def step(self, bucket: Bucket) -> Step:
         """(params, state, packed inputs) -> state, which is donated and holds by slot what was sampled."""
         return self._step(bucket, scored=False)
 
     def scored_step(self, bucket: Bucket) -> ScoredStep:
-        """(params, state, packed inputs, targets [T]) -> state, and the scores of the targets: see `scoring.score`."""
+        """(params, state, packed inputs, targets [T]) -> state, and the scores of the targets: see `scoring.score`.
+
+        Neither sequences nor tokens may be split over devices.
+        """
         return self._step(bucket, scored=True)
 
     def _step(self, bucket: Bucket, *, scored: bool) -> Callable[..., Any]:
-        split = rules.split(self.mesh, self.axis_rules)
+        split = self.split_of(bucket)
 
         def run(params: Params, state: DeviceState, packed: jax.Array, *targets: jax.Array) -> Any:
             packed = packed[: inputs.packed_size(bucket, self.shape.page_size)]
@@ -178,7 +185,8 @@ class StepBuilder:
         if self.mesh.size == 1:
             return run
         state_specs = jax.tree.map(lambda a: a.sharding.spec, self.abstract_state)
-        specs = (rules.partitions(self.model.specs, self.mesh, self.axis_rules), state_specs, PartitionSpec())
+        params_specs = rules.partitions(self.model.specs, self.mesh, self.axis_rules)
+        specs = (params_specs, state_specs, rules.by_rows(self.mesh, self.axis_rules))
         return jax.shard_map(
             run,
             mesh=self.mesh,
@@ -243,7 +251,8 @@ class StepBuilder:
 
         if self.mesh.size == 1:
             return run
-        # Every device has all the logits, and samples all rows: as one program, XLA would have to know how to split it.
+        # Every device has all logits of its group, and samples all its rows: as one program, XLA would have to know how
+        # to split it.
         specs = jax.tree.map(lambda a: a.sharding.spec, self.abstract_state)
         return jax.shard_map(run, mesh=self.mesh, in_specs=(specs,), out_specs=specs, check_vma=False)
 
@@ -329,6 +338,7 @@ class StepBuilder:
         pools = jax.new_ref(state.k_pages), jax.new_ref(state.v_pages)
         max_query_len = 1 if step.tokens is None else step.tokens.shape[0]
         place = Placement(self.target, split, self._counters())
+        part = TokenPart.of(split.get(rules.TOKENS, ()), tokens.shape[0])
 
         num_heads = self.model.num_heads * state.k_pages.shape[3] // self.shape.cache.num_kv_heads
         states = None
@@ -336,11 +346,12 @@ class StepBuilder:
             states = DeltaPools(jax.new_ref(state.recurrent), jax.new_ref(state.conv))
 
         def memory_of(rows: PagedRows, slots: jax.Array) -> Memory:
-            attend = paged_attend(pools, rows, place, num_heads=num_heads, max_query_len=max_query_len)
-            memory = Memory(attend, rows.token_page > 0)
+            attend = paged_attend(pools, rows, place, num_heads=num_heads, max_query_len=max_query_len, part=part)
+            memory = Memory(attend, part.take(rows.token_page > 0))
             if states is None:
                 return memory
-            recur = slot_recur(states, SlotRows(slots, *rows[1:-1]), place, max_query_len=max_query_len)
+            of_slots = SlotRows(slots, *rows[1:-1])
+            recur = slot_recur(states, of_slots, place, max_query_len=max_query_len, part=part)
             return memory._replace(recur=recur)
 
         def only(mine: jax.Array) -> Memory:
@@ -349,12 +360,12 @@ class StepBuilder:
             return memory_of(rows._replace(query_len=lens, token_page=pages), slots)
 
         memory = memory_of(rows, step.slot)._replace(only=only)
-        hidden = self.model.forward(params, tokens, rows.token_position, memory, place)
+        hidden = self.model.forward(params, part.take(tokens), rows.token_position, memory, place)
         state = state.replace(k_pages=jax.freeze(pools[0]), v_pages=jax.freeze(pools[1]))
         if states is not None:
             state = state.replace(recurrent=jax.freeze(states.state), conv=jax.freeze(states.conv))
         last = jnp.maximum(rows.query_start + rows.query_len - 1, 0)
-        logits = self.model.logits(params, hidden[last], place)
+        logits = self.model.logits(params, part.find(hidden, last), place)
         slots = jnp.where(step.samples, step.slot, self.shape.num_slots)
         return self._keep(state, slots, step.context_len + step.query_len, logits), hidden, place
 

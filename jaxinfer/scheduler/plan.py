@@ -184,6 +184,7 @@ class TokenMask(NamedTuple):
     slot: int
     words: bytes  # little-endian, 32 bits each: bit i % 32 of word i // 32 is token i; none from the last word on
     logit_bias: Mapping[int, float]  # the request's own
+    group: int = 0  # of those that the plan has
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -191,6 +192,9 @@ class StepPlan:
     """One step of the device. Decode rows come first; every row is another slot.
 
     Without rows there is no step, only what comes before it, and no result.
+
+    Where groups of devices have sequences, slots and pages of their own, the plan has those of each instead, and they
+    run as one step. Its own rows are none then, and its properties speak of all groups.
     """
 
     step: int
@@ -201,20 +205,34 @@ class StepPlan:
     long: LongChunk | None = None  # the only row, if there is one
     kept_states: Sequence[KeptState] = ()  # copied after the step
     constrained: bool = False  # whether rows sample under masks: then the step is launched, and sampled later
+    groups: Sequence[StepPlan] = ()  # none: there is one group, and this is its plan
+
+    @property
+    def parts(self) -> Sequence[StepPlan]:
+        """The plan of each group."""
+        return self.groups or (self,)
 
     @property
     def num_tokens(self) -> int:
+        """Of the group that has the most."""
+        if self.groups:
+            return max(group.num_tokens for group in self.groups)
         if self.long is not None:
             return self.long.num_tokens
         return len(self.decodes) + sum(len(chunk.token_ids) for chunk in self.prefills)
 
     @property
     def num_rows(self) -> int:
+        """Of the group that has the most."""
+        if self.groups:
+            return max(group.num_rows for group in self.groups)
         return len(self.decodes) + len(self.prefills) + (self.long is not None)
 
     @property
     def is_plain(self) -> bool:
         """Whether the argmax of the raw logits is all that any row asks for."""
+        if self.groups:
+            return all(group.is_plain for group in self.groups)
         return all(row.plain for row in self.decodes) and all(
             chunk.request.is_plain for chunk in self.chunks if chunk.samples
         )
@@ -222,6 +240,8 @@ class StepPlan:
     @property
     def wants_logprobs(self) -> bool:
         """Whether any row's log-probabilities are read."""
+        if self.groups:
+            return any(group.wants_logprobs for group in self.groups)
         return any(row.logprobs for row in self.decodes) or any(
             chunk.request.logprobs is not None for chunk in self.chunks if chunk.samples
         )
@@ -244,5 +264,11 @@ class StepResult:
     step: int
     token_ids: dict[int, int]  # slot -> token; -1: its logits were not numbers, and no token could be chosen
     logprobs: dict[int, TokenLogprobs]  # slot -> log-probabilities, for requests that asked
+    groups: Sequence[StepResult] = ()  # of a plan's groups, where it has such
     # slot -> those of the tokens at positions start + 1 and up, for chunks that are scored.
     scores: Mapping[int, Sequence[TokenLogprobs]] = dataclasses.field(default_factory=dict)
+
+    @property
+    def has_bad_logits(self) -> bool:
+        """Whether no token could be chosen for some row."""
+        return -1 in self.token_ids.values() or any(group.has_bad_logits for group in self.groups)

@@ -166,16 +166,16 @@ class Scheduler:
             self._remove(seq)
         return events
 
-    def lose_state(self, result: StepResult, reason: str) -> list[TokenEvent]:
-        """Takes in a step that gave no token, but -1, for some slots: the keys and values of all are given up.
+    def lose_state(self, result: StepResult | None, reason: str) -> list[TokenEvent]:
+        """Takes in a step that gave no token, but -1, for some slots (None: it had no row): all that is kept is lost.
 
         Ends the sequences of these slots with an error, but not one that had begun with pages of others, which may be
-        at fault: it is computed once more, from nothing. The other slots' tokens count, so that such a step advances
+        at fault: it is computed once more, from nothing. The others' tokens count, so that such a step advances
         somebody, too. All that run go back to the queue, to be computed again from their known tokens.
         """
-        samplers = self._in_flight[0].samplers
-        bad = [samplers.pop(slot) for slot, token in result.token_ids.items() if token < 0]
-        events = self.apply(result)
+        samplers = self._in_flight[0].samplers if result else {}
+        bad = [samplers.pop(slot) for slot, token in result.token_ids.items() if token < 0] if result else []
+        events = self.apply(result) if result else []
         self._drop_plans()
         for seq in bad:
             if seq.prefix_len and not seq.is_suspect:

@@ -162,8 +162,10 @@ def of_hlo(text: str) -> list[Collective]:
 def _walk_hlo(lines: Mapping[str, list[str]], name: str, times: int, found: Counter) -> None:
     for line in lines.get(name, ()):
         if made := _COLLECTIVE.search(line):
-            size = _result_bytes(made[1], is_start=made[3] is not None)
-            found[made[2], *_group(line), size] += times
+            size, (axes, num_devices) = _result_bytes(made[1], is_start=made[3] is not None), _group(line)
+            if made[2] == "reduce-scatter" and made[3] is None:  # names only what comes out
+                size *= num_devices
+            found[made[2], axes, num_devices, size] += times
             continue
         called = _CALLED.findall(line) + [n.strip(" %") for b in _BRANCHES.findall(line) for n in b.split(",")]
         if not called:

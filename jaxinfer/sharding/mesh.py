@@ -9,19 +9,15 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-TENSOR, EXPERT, PIPELINE = "tensor", "expert", "pipeline"
+TENSOR, EXPERT, PIPELINE, SEQUENCE, DATA = "tensor", "expert", "pipeline", "sequence", "data"
 AXES: Mapping[str, str] = {
     TENSOR: "heads, MLP, width of experts and vocabulary",
     EXPERT: "whole experts",
     PIPELINE: "stages of layers",
+    SEQUENCE: "tokens of prompts",
+    DATA: "sequences, with their part of the cache",
 }
 """Axes that the presets know, and what they split."""
-NOT_IMPLEMENTED: Mapping[str, str] = {
-    "data": "attention on different sequences needs a page pool for each group of devices, and the scheduler has one; "
-    "an engine for each group would work, or tensor",
-    "sequence": "a prompt's tokens are not split over devices; tensor would work, which splits their heads",
-}
-"""Axes that no preset splits anything over: why, and what would work."""
 
 
 class ShardingError(ValueError):

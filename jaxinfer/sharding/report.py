@@ -60,8 +60,8 @@ class StepReport:
     """A step on one device. Times are the least that the card's figures allow."""
 
     name: str
-    tokens: int
-    rows: int  # that sample
+    tokens: int  # of all groups of devices
+    rows: int  # likewise, those that sample
     context: int  # tokens of each row that decodes
     collectives: tuple[Collective, ...]
     read_bytes: Mapping[str, int]  # weights by part, and the cache; of experts those that fair routers hit
@@ -138,7 +138,7 @@ def plan(
     builder = make_builder(config, abstract, axis_rules, load)
     model, state = builder.model, builder.abstract_state
     params = builder.abstract_params
-    axes = {axis for spec in model.specs.values() for axis in spec.array_axes}
+    axes = {axis for spec in model.specs.values() for axis in spec.array_axes} | {rules.ROWS, rules.TOKENS}
     compiled = _compile(builder, target_config) if target_config else {}
     steps = tuple(_step(builder, bucket, load, card, compiled.get(bucket)) for bucket in builder.buckets)
     return ShardReport(
@@ -160,26 +160,28 @@ def plan(
 
 
 def make_builder(config: Mapping[str, Any], mesh: rules.AnyMesh, axis_rules: rules.Rules, load: Load) -> StepBuilder:
-    """The builder of the two steps: all sequences decode, and a chunk of a prompt."""
+    """The builder of the two steps: all sequences decode, and chunks of prompts. Groups of devices share both out."""
     model = registry.for_mesh(config, (), mesh, axis_rules)
     if load.tokens_per_seq > model.max_model_len:
         raise ShardingError(
             f"tokens_per_seq is {load.tokens_per_seq}; the model was made for at most {model.max_model_len}"
         )
+    num_groups, num_parts = (rules.num_shards(axis, mesh, axis_rules) for axis in (rules.ROWS, rules.TOKENS))
+    num_seqs = -(-load.num_seqs // num_groups)
     shape = StateShape(
         cache=model.cache,
         recurrent=model.recurrent,
-        num_pages=load.num_seqs * -(-load.tokens_per_seq // PAGE_SIZE),
+        num_pages=num_seqs * -(-load.tokens_per_seq // PAGE_SIZE),
         page_size=PAGE_SIZE,
-        num_slots=load.num_seqs,
+        num_slots=num_seqs,
         max_model_len=load.tokens_per_seq,
         vocab_rows=model.vocab_rows,
         dtype=jnp.dtype(load.dtype),
     )
-    tokens = min(PREFILL_TOKENS, load.num_seqs * load.tokens_per_seq)
+    tokens = -(-min(PREFILL_TOKENS, load.num_seqs * load.tokens_per_seq) // (num_groups * num_parts)) * num_parts
     buckets = (
-        Bucket(True, load.num_seqs, load.num_seqs),
-        Bucket(False, tokens, min(PREFILL_ROWS, load.num_seqs, tokens)),
+        Bucket(True, num_seqs, num_seqs),
+        Bucket(False, tokens, min(-(-PREFILL_ROWS // num_groups), num_seqs, tokens)),
     )
     return StepBuilder(
         model=model,
@@ -240,10 +242,12 @@ def _step(builder: StepBuilder, bucket: Bucket, load: Load, card: Card, compiled
         cost.turns * max(cost.read_bytes / card.read_bytes_per_s, cost.flops / card.matrix_flops)
         for cost in costs.values()
     )
+    rows = min(builder.num_groups * bucket.rows, load.num_seqs)
+    of_all = Bucket(bucket.decode, rows if bucket.decode else builder.num_groups * bucket.tokens, rows)
     return StepReport(
-        name=str(bucket),
-        tokens=bucket.tokens,
-        rows=bucket.rows,
+        name=str(of_all),
+        tokens=of_all.tokens,
+        rows=of_all.rows,
         context=context,
         collectives=found,
         read_bytes={part: round(cost.read_bytes) for part, cost in costs.items()},
@@ -261,12 +265,27 @@ class _Cost(NamedTuple):
     turns: int  # of stages, which wait for each other
 
 
+class _OwnTokens(NamedTuple):
+    """Of a step, those that one device computes."""
+
+    of_all_else: int
+    of_experts: int  # whose tokens may be gathered from others
+
+
+def _own_tokens(builder: StepBuilder, bucket: Bucket) -> _OwnTokens:
+    split, sizes = builder.split_of(bucket), builder.mesh.shape
+    by_tokens = split.get(rules.TOKENS, ())
+    own = bucket.tokens // math.prod(sizes[axis] for axis in by_tokens)
+    axes = {axis for logical in rules.SHARED_WITH for axis in split.get(logical, ())}
+    return _OwnTokens(own, own * math.prod(sizes[a] for a in axes & {*split.get(rules.ROWS, ()), *by_tokens}))
+
+
 def _costs(builder: StepBuilder, bucket: Bucket, context: int) -> dict[str, _Cost]:
     """What one device reads and computes of each part.
 
     Of the embedding, rows; of experts, those that are hit if the router is fair: X (1 - (1 - k / X) ** T) of X.
     """
-    model, params = builder.model, builder.abstract_params
+    model, params, own = builder.model, builder.abstract_params, _own_tokens(builder, bucket)
     stages = rules.num_shards("layers", builder.mesh, builder.axis_rules)
     tied = "head" not in model.parts
     costs = {}
@@ -274,22 +293,27 @@ def _costs(builder: StepBuilder, bucket: Bucket, context: int) -> dict[str, _Cos
         read = flops = 0.0
         for name in names:
             spec, size = model.specs[name], shard_bytes(params[name])
-            values, hit, share = size / params[name].dtype.itemsize, 1.0, 1.0
+            values, hit, share, tokens = size / params[name].dtype.itemsize, 1.0, 1.0, own.of_all_else
+            if name in ("router", "expert_gate_up", "expert_down"):
+                tokens = own.of_experts
             if "experts" in spec.axes:
                 share = model.top_k / spec.shape[0]
-                hit = 1 - (1 - share) ** bucket.tokens
+                hit = 1 - (1 - share) ** tokens
             read += size * hit
             if len(spec.shape) > 1:
-                flops += 2 * values * bucket.tokens * share
+                flops += 2 * values * tokens * share
         if part in ("embedding", "head"):
-            flops *= bucket.rows / bucket.tokens
+            flops *= bucket.rows / own.of_all_else
             if part == "embedding" and not tied:
                 read = flops = 0.0
         layered = any(model.specs[name].layers is not None for name in names)
         costs["head" if part == "embedding" and tied else part] = _Cost(read, flops, stages if layered else 1)
     state = builder.abstract_state
     heads = state.k_pages.sharding.shard_shape(state.k_pages.shape)
-    pairs = bucket.rows * context if bucket.decode else bucket.tokens * bucket.tokens / bucket.rows / 2
+    # Of a prompt that is split, the device with its end has the most before it, and the others wait.
+    length = bucket.tokens / bucket.rows
+    pairs = own.of_all_else * (length - min(own.of_all_else, length) / 2)
+    pairs = bucket.rows * context if bucket.decode else pairs
     group = model.num_heads // model.cache.num_kv_heads
     attention = 4 * heads[0] * heads[3] * group * heads[4] * pairs
     kv = heads[0] * 2 * heads[3] * heads[4] * state.k_pages.dtype.itemsize
@@ -304,6 +328,7 @@ def _temp_bytes(builder: StepBuilder) -> int:
     """About what the largest step needs beside its arguments: three times the residual and the widest rows of a layer,
     for every token; what the experts of a token make; and the logits that are sampled from."""
     model, bucket = builder.model, builder.buckets[-1]
+    own = _own_tokens(builder, bucket)
     itemsize, hidden = builder.shape.dtype.itemsize, model.specs["embed"].shape[1]
 
     def width(name: str) -> int:
@@ -317,9 +342,9 @@ def _temp_bytes(builder: StepBuilder) -> int:
     if "expert_down" in model.specs:
         spec = model.specs["expert_down"]
         sharding = rules.shardings({"w": spec}, builder.mesh, builder.axis_rules)["w"]
-        experts = model.top_k * (2 * sharding.shard_shape(spec.array_shape)[-1] + hidden)
-    widest = max(*(width(name) for name in ("qkv", "gate_up", "delta_in")), experts)
-    return bucket.tokens * (3 * hidden + widest) * itemsize + 2 * bucket.rows * model.vocab_rows * 4
+        experts = model.top_k * (2 * sharding.shard_shape(spec.array_shape)[-1] + hidden) * own.of_experts
+    widest = max(*(width(name) * own.of_all_else for name in ("qkv", "gate_up", "delta_in")), experts)
+    return (3 * hidden * own.of_all_else + widest) * itemsize + 2 * bucket.rows * model.vocab_rows * 4
 
 
 def _compile(builder: StepBuilder, target_config: str) -> dict[Bucket, Compiled]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping
 
@@ -10,7 +11,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxinfer.params import Specs
 from jaxinfer.sharding import mesh as meshes
-from jaxinfer.sharding.mesh import EXPERT, NOT_IMPLEMENTED, PIPELINE, TENSOR, ShardingError
+from jaxinfer.sharding.mesh import DATA, EXPERT, PIPELINE, SEQUENCE, TENSOR, ShardingError
 
 Rules = Mapping[str, str | tuple[str, ...]]
 """The mesh axis, or axes, that each logical axis is split over. Those that a mesh has not split nothing."""
@@ -25,19 +26,35 @@ LOGICAL_AXES: Mapping[str, str] = {
     "experts": "experts, whole ones",
     "expert_mlp": "experts, by width",
     "vocab": "embedding and head, by token ids",
+    "rows": "sequences: their rows of a step, slots and pages",
+    "tokens": "tokens of a step that has prompts; every device has all of their cache",
 }
-"""What may be split, and what that is."""
+"""What may be split, and what that is. The last two split a step and its state, the others weights."""
+ROWS, TOKENS = "rows", "tokens"
+SHARED_WITH = ("experts", "expert_mlp")
+"""Logical axes that may be split over a mesh axis of rows or tokens: these are gathered for them."""
 
 TENSOR_PARALLEL: Rules = {
     **dict.fromkeys(("kv_heads", "delta_heads", "mlp", "vocab", "expert_mlp"), TENSOR),
     "experts": EXPERT,
     "layers": PIPELINE,
+    ROWS: DATA,
+    TOKENS: SEQUENCE,
 }
 """Megatron's split (Shoeybi et al. 2019) over `tensor`: whole heads and slices of the MLP, of experts, too; two sums
-per layer. Over `expert` whole experts, and over `pipeline` stages of layers (Huang et al. 2019)."""
+per layer. Over `expert` whole experts, over `pipeline` stages of layers (Huang et al. 2019), over `data` sequences, and
+over `sequence` the tokens of prompts."""
 EXPERT_PARALLEL: Rules = {**TENSOR_PARALLEL, "experts": (EXPERT, TENSOR), "expert_mlp": ()}
 """The same but for the experts, of which every device has some, whole."""
-PRESETS: Mapping[str, Rules] = {"tensor": TENSOR_PARALLEL, "whole-experts": EXPERT_PARALLEL}
+DATA_ATTENTION: Rules = {**TENSOR_PARALLEL, ROWS: (DATA, EXPERT)}
+"""The same, but each device along `expert` has sequences of its own, too: attention and all else but the experts runs
+on these alone, and the experts on the tokens of all: as DeepSeek-AI 2024, section 3.4, but by a gather and a scattered
+sum."""
+PRESETS: Mapping[str, Rules] = {
+    "tensor": TENSOR_PARALLEL,
+    "whole-experts": EXPERT_PARALLEL,
+    "data-attention": DATA_ATTENTION,
+}
 """By the names that users give."""
 MOST_SIZES = 64
 """Sizes of a mesh axis that an error lists go up to this."""
@@ -98,6 +115,11 @@ def partition(axes: tuple[str | None, ...], mesh: AnyMesh, rules: Rules) -> Part
     return PartitionSpec(*(names[0] if len(names) == 1 else names or None for names in dimensions))
 
 
+def by_rows(mesh: AnyMesh, rules: Rules) -> PartitionSpec:
+    """The partition of what each group of devices has of its own, along the first dimension."""
+    return partition((ROWS,), mesh, rules) if ROWS in split(mesh, rules) else PartitionSpec()
+
+
 def partitions(specs: Specs, mesh: AnyMesh, rules: Rules = TENSOR_PARALLEL) -> dict[str, PartitionSpec]:
     """The partition of every parameter."""
     return {name: partition(spec.array_axes, mesh, rules) for name, spec in specs.items()}
@@ -137,17 +159,59 @@ def check_divisible(specs: Specs, mesh: AnyMesh, rules: Rules, lengths: Mapping[
 def check_used(specs: Specs, mesh: AnyMesh, rules: Rules, architecture: str) -> None:
     """ShardingError for a mesh axis that splits nothing of the model: its devices would all do the same work."""
     over = split(mesh, rules)
-    used = {name for spec in specs.values() for axis in spec.array_axes if axis for name in over.get(axis, ())}
+    logical = {axis for spec in specs.values() for axis in spec.array_axes if axis} | {ROWS, TOKENS}
+    used = {name for axis in logical for name in over.get(axis, ())}
     for mesh_axis, size in mesh.shape.items():
         if size > 1 and mesh_axis not in used:
-            logical = {axis for spec in specs.values() for axis in spec.array_axes if axis}
             would = sorted({name for axis in logical for name in _names(rules.get(axis, ()))})
-            why = (
-                f"; {mesh_axis} is not implemented: {NOT_IMPLEMENTED[mesh_axis]}"
-                if mesh_axis in NOT_IMPLEMENTED
-                else ""
-            )
             raise ShardingError(
                 f"mesh axis {mesh_axis} of {size} devices splits nothing of {architecture}: they would all do the same "
-                f"work; axes that split it under these rules: {', '.join(would) or 'none'}{why}"
+                f"work; axes that split it under these rules: {', '.join(would) or 'none'}"
+            )
+
+
+def check_one_process(mesh: Mesh, rules: Rules) -> None:
+    """ShardingError for rows that are split over devices of several processes: each would have to be given inputs, and
+    to be asked for tokens, that the others do not have."""
+    num_processes = len({device.process_index for device in mesh.devices.flat})
+    if num_processes > 1 and (axes := split(mesh, rules).get(ROWS)):
+        raise ShardingError(
+            f"rows are split over mesh axis {' and '.join(axes)}, whose devices belong to {num_processes} processes; "
+            "one process has to have all groups: other axes would work, or an engine in each process"
+        )
+
+
+def check_step(num_tokens: int, mesh: AnyMesh, rules: Rules) -> None:
+    """ShardingError for a step whose tokens are not shared out evenly by the devices that split them."""
+    num_parts = num_shards(TOKENS, mesh, rules)
+    if rest := num_tokens % num_parts:
+        raise ShardingError(
+            f"a step of {num_tokens} tokens is not shared out evenly by {num_parts} devices along "
+            f"{' and '.join(split(mesh, rules)[TOKENS])}; {num_tokens - rest} or {num_tokens + num_parts - rest} "
+            "tokens (max_num_batched_tokens) would be"
+        )
+
+
+def check_scored(mesh: AnyMesh, rules: Rules) -> None:
+    """ShardingError for rows or tokens that are split over devices: a prompt's scores need all of its hidden states."""
+    over = split(mesh, rules)
+    for mine in (ROWS, TOKENS):
+        if mine in over:
+            raise ShardingError(
+                f"enable_prompt_logprobs is set, and mesh axis {' and '.join(over[mine])} splits {mine}, so that no "
+                "device has all of a prompt: other axes would work, or leave it out"
+            )
+
+
+def check_apart(mesh: AnyMesh, rules: Rules) -> None:
+    """ShardingError where rows or tokens go over a mesh axis of anything else but experts: its devices have different
+    tokens, and would sum what belongs to these."""
+    over = split(mesh, rules)
+    for mine, axis in itertools.product((ROWS, TOKENS), over):
+        twice = sorted(set(over.get(mine, ())) & set(over[axis]))
+        if axis != mine and axis not in SHARED_WITH and twice:
+            raise ShardingError(
+                f"logical axes {mine} and {axis} are both split over mesh axis {twice[0]}, whose devices have "
+                f"different tokens: only {' and '.join(SHARED_WITH)} gather these; one of the two must go to another "
+                "axis, or to none"
             )

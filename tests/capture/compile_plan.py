@@ -1,13 +1,13 @@
 """Plans a small sparse model on four H200s that are not there, with its steps compiled; prints the report as JSON.
 
-JAX_PLATFORMS=cpu python compile_plan.py TARGET_CONFIG
+JAX_PLATFORMS=cpu python compile_plan.py TARGET_CONFIG MESH RULES
 """
 
 import json
 import sys
 from pathlib import Path
 
-from jaxinfer.sharding import report
+from jaxinfer.sharding import mesh, report
 
 CONFIG = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -26,6 +26,6 @@ CONFIG = {
 }
 
 if __name__ == "__main__":
-    target = Path(sys.argv[1]).read_text()
+    target, sizes, rules = Path(sys.argv[1]).read_text(), mesh.parse(sys.argv[2]), sys.argv[3]
     load = report.Load(num_seqs=16, tokens_per_seq=1024)
-    print(json.dumps(report.as_json(report.plan(CONFIG, {"expert": 2, "tensor": 2}, load=load, target_config=target))))
+    print(json.dumps(report.as_json(report.plan(CONFIG, sizes, axis_rules=rules, load=load, target_config=target))))

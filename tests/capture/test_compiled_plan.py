@@ -13,8 +13,12 @@ def counts(collectives):
     return Counter({(c["kind"], frozenset(c["axes"]), c["num_bytes"]): c["count"] for c in collectives})
 
 
-def test_xla_makes_the_collectives_that_were_traced_and_its_temporaries_are_counted():
-    plan = environment.run("tests/capture/compile_plan.py", environment.H200, timeout_s=900)
+MESHES = [("expert=2,tensor=2", "tensor"), ("sequence=2,expert=2", "data-attention")]
+
+
+@pytest.mark.parametrize(("mesh", "axis_rules"), MESHES, ids=str)
+def test_xla_makes_the_collectives_that_were_traced_and_its_temporaries_are_counted(mesh, axis_rules):
+    plan = environment.run("tests/capture/compile_plan.py", environment.H200, mesh, axis_rules, timeout_s=900)
     assert plan["temp_is_compiled"]
     for step in plan["steps"]:
         assert counts(step["compiled"]["collectives"]) == counts(step["collectives"])

@@ -26,11 +26,11 @@ SCHEMA = {
 NO_SPACE = grammar(json=SCHEMA, disable_any_whitespace=True)
 
 
-@pytest.fixture(scope="module", params=[1, 2])
+@pytest.fixture(scope="module", params=["tensor=1", "tensor=2", pytest.param("data=2", marks=pytest.mark.long)])
 def engine(request):
     """A pool of 12 pages for four sequences of up to 8 pages each, so that preemption is common."""
     options = {"page_size": 8, "num_pages": 12, "max_num_seqs": 4, "max_num_batched_tokens": 16}
-    yield from give_grammars(build(GOLDEN / "qwen2", tensor_parallel_size=request.param, **options))
+    yield from give_grammars(build(GOLDEN / "qwen2", mesh=request.param, **options))
 
 
 def ask(name: str, form: str = "", prompt_len: int = 9, **fields) -> Request:

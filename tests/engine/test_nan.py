@@ -20,10 +20,9 @@ ERROR = (
 )
 
 
-@pytest.fixture(scope="module", params=[1, 2])
+@pytest.fixture(scope="module", params=["tensor=1", "tensor=2", pytest.param("data=2", marks=pytest.mark.long)])
 def engine(request):
-    size = request.param
-    options = {"num_pages": 40, "max_num_seqs": 4, "max_num_batched_tokens": 64, "tensor_parallel_size": size}
+    options = {"num_pages": 40, "max_num_seqs": 4, "max_num_batched_tokens": 64, "mesh": request.param}
     engine = build(GOLDEN / "qwen3", page_size=8, **options)
     yield engine
     engine.close()
@@ -137,7 +136,7 @@ def test_what_an_aborted_request_left_in_the_cache_harms_nobody(engine, undistur
         engine.submit(ask("gone", (*PROMPT, *PROMPT, *PROMPT[:15], POISON, *range(90))))
         for _ in range(2):
             engine.step()
-        assert engine.abort("gone") is not None and engine._scheduler.cache.pool.num_cached > 0
+        assert engine.abort("gone") is not None and engine.stats().num_pages_cached > 0
         found, errors = run(engine, innocents())
     assert errors == {}
     for name, output in undisturbed.items():

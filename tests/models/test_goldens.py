@@ -13,7 +13,7 @@ from checkpoints.load import load
 from jaxinfer.models import registry
 from jaxinfer.models.model import Memory, Placement
 from jaxinfer.runner import cache
-from jaxinfer.runner.step import paged_attend, slot_recur
+from jaxinfer.runner.step_memory import paged_attend, slot_recur
 from jaxinfer.sharding import rules
 from pallas_kernels.delta_rule.api import DeltaPools, SlotRows
 from pallas_kernels.dispatch import Target

@@ -1,5 +1,11 @@
 """Whole engines on meshes give the tokens of transformers: with a prefix cache, and with too few pages for all."""
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import jax
 import numpy as np
 import pytest
@@ -8,46 +14,55 @@ from jax.sharding import Mesh
 from jaxinfer.sharding import rules
 from jaxinfer.types import Request
 from tests.engine.drive import build, drive, num_equal
+from tests.sharding import engines_on_meshes
 
-OPTIONS = {"page_size": 8, "num_pages": 12, "max_num_seqs": 3, "max_num_batched_tokens": 16}
-"""Pages for two of the three prompts and their answers."""
+ROOT = Path(__file__).parents[2]
 WITHOUT_DELTA = {axis: over for axis, over in rules.TENSOR_PARALLEL.items() if axis != "delta_heads"}
-long = pytest.mark.long
-CASES = [
-    ("qwen3_moe", {"expert": 2, "tensor": 2}, "tensor"),
-    pytest.param("qwen3_moe", {"expert": 4}, "tensor", marks=long),
-    pytest.param("qwen3_moe", {"tensor": 4}, "tensor", marks=long),
-    pytest.param("qwen3_moe", {"tensor": 4}, "whole-experts", marks=long),
-    pytest.param("llama", {"tensor": 4}, "tensor", marks=long),
-    pytest.param("llama", {"pipeline": 2, "tensor": 2}, "tensor", marks=long),
-    pytest.param("qwen3", {"tensor": 4}, "tensor", marks=long),
-    pytest.param("qwen3", {"pipeline": 2, "tensor": 2}, "tensor", marks=long),
-    pytest.param("qwen3_5", {"pipeline": 2, "tensor": 2}, "tensor", marks=long),
-    pytest.param("qwen3_5", {"tensor": 4}, WITHOUT_DELTA, marks=long),
-]
+CASES = {
+    "llama": [
+        ({"tensor": 4}, "tensor"),
+        ({"data": 2, "pipeline": 2, "tensor": 2}, "tensor"),
+        ({"data": 4, "tensor": 2}, "whole-experts"),
+        ({"expert": 2, "sequence": 2, "tensor": 2}, "data-attention"),
+    ],
+    "qwen3": [
+        ({"sequence": 2, "tensor": 4}, "tensor"),
+        ({"pipeline": 2, "sequence": 2, "tensor": 2}, "whole-experts"),
+        ({"data": 2, "expert": 2, "tensor": 2}, "data-attention"),
+    ],
+    "qwen3_moe": [
+        ({"data": 2, "expert": 2, "tensor": 2}, "tensor"),
+        ({"sequence": 2, "expert": 2, "tensor": 2}, "whole-experts"),
+        ({"data": 2, "expert": 4}, "data-attention"),
+        ({"sequence": 2, "expert": 2, "tensor": 2}, "data-attention"),
+    ],
+    "qwen3_5": [
+        ({"pipeline": 2, "tensor": 2}, "tensor"),
+        ({"data": 2, "sequence": 2, "tensor": 2}, "whole-experts"),
+        ({"expert": 2, "sequence": 2, "pipeline": 2}, "data-attention"),
+        ({"tensor": 4}, WITHOUT_DELTA),
+    ],
+}
+"""Every preset with every family, and every axis."""
 
 
-@pytest.mark.parametrize(("family", "mesh", "axis_rules"), CASES, ids=str)
-def test_a_mesh_gives_the_tokens_of_transformers_with_prefix_hits_and_preemption(family, mesh, axis_rules, golden):
+def test_each_device_along_experts_attends_to_sequences_of_its_own():
     if jax.device_count() < 4:
         pytest.skip(f"{jax.device_count()} devices; 4 are needed")
-    expected = golden(family)
-    engine = build(expected.folder, mesh=mesh, rules=axis_rules, **OPTIONS)
-    found = list(zip(expected.prompts, expected.tokens, expected.margins, strict=True))[:3]
-    requests = [
-        Request(request_id=f"{i} {turn}", prompt_ids=found[i][0].tolist(), max_tokens=16, temperature=0.0)
-        for turn in range(2)
-        for i in range(3)
-    ]
-    outputs = drive(engine, requests, arrivals=[0, 0, 0, 40, 40, 40])
-    stats, has_states = engine.stats(), engine._runner._builder.model.recurrent is not None
-    engine.close()
-    for request in requests:
-        _, tokens, margins = found[int(request.request_id[0])]
-        num_equal(outputs[request.request_id].tokens, tokens.tolist(), margins)
-    assert stats.num_preemptions > 0
-    # These prompts are shorter than what lies between two copies of recurrent states.
-    assert (stats.cached_prompt_tokens > 0) != has_states
+    engines_on_meshes.check(engines_on_meshes.run("qwen3_moe", {"expert": 2, "tensor": 2}, "data-attention"))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("family", CASES)
+def test_meshes_give_the_tokens_of_transformers_with_prefix_hits_and_preemption(family):
+    cases = [{"family": family, "mesh": mesh, "rules": axis_rules} for mesh, axis_rules in CASES[family]]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_NUM_CPU_DEVICES": "8"}
+    command = [sys.executable, ROOT / "tests/sharding/engines_on_meshes.py", json.dumps(cases)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for found in json.loads(done.stdout.splitlines()[-1]):
+        engines_on_meshes.check(found)
 
 
 def test_a_mesh_and_rules_of_the_users_own_serve(golden):
@@ -55,7 +70,9 @@ def test_a_mesh_and_rules_of_the_users_own_serve(golden):
         pytest.skip(f"{jax.device_count()} devices; 4 are needed")
     expected = golden("llama")
     mesh = Mesh(np.asarray(jax.devices()[4:1:-1][:2]), ("mine",))
-    engine = build(expected.folder, mesh=mesh, rules={"kv_heads": "mine", "mlp": ("mine",)}, **OPTIONS)
+    engine = build(
+        expected.folder, mesh=mesh, rules={"kv_heads": "mine", "mlp": ("mine",)}, **engines_on_meshes.OPTIONS
+    )
     request = Request(request_id="a", prompt_ids=expected.prompts[1].tolist(), max_tokens=4, temperature=0.0)
     output = drive(engine, [request])["a"]
     devices = engine._runner._state.k_pages.sharding.device_set

@@ -1,7 +1,10 @@
 """What users may ask of a mesh, and what is refused with what would work."""
 
+import dataclasses
 import json
 import re
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +14,14 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from checkpoints import orbax_store
 from checkpoints.resolve import Checkpoint
-from jaxinfer.build import choose_mesh, choose_rules
+from jaxinfer.build import build_engine, choose_mesh, choose_rules
 from jaxinfer.config import ConfigError, EngineConfig
 from jaxinfer.models import registry
 from jaxinfer.params import random_params
+from jaxinfer.runner.buckets import Bucket
 from jaxinfer.serving import engine_command
 from jaxinfer.sharding import mesh as meshes
-from jaxinfer.sharding import rules
+from jaxinfer.sharding import report, rules
 from jaxinfer.sharding.mesh import ShardingError
 from tests.sharding.configs import CONFIGS
 
@@ -53,15 +57,23 @@ REFUSED = [
      "a pipeline axis of 4 devices does not divide layers 2; sizes that would: 1, 2"),
     ("llama", {"expert": 2}, "tensor",
      "mesh axis expert of 2 devices splits nothing of LlamaForCausalLM: they would all do the same work; axes that "
-     "split it under these rules: pipeline, tensor"),
-    ("llama", {"data": 2}, "tensor",
-     "data is not implemented: attention on different sequences needs a page pool for each group of devices, and the "
-     "scheduler has one; an engine for each group would work, or tensor"),
-    ("llama", {"sequence": 2}, "tensor", "sequence is not implemented: a prompt's tokens are not split over devices"),
+     "split it under these rules: data, pipeline, sequence, tensor"),
+    ("llama", {"mine": 2, "data": 2}, "tensor",
+     "mesh axis mine of 2 devices splits nothing of LlamaForCausalLM: they would all do the same work; axes that split "
+     "it under these rules: data, pipeline, sequence, tensor"),
+    ("llama", {"data": 2, "tensor": 3}, "tensor",
+     "a tensor axis of 3 devices does not divide kv_heads 8, mlp 48, vocab 96; sizes that would: 1, 2, 4, 8"),
+    ("qwen3_moe", {"tensor": 2}, {"rows": "tensor", "mlp": "tensor", "vocab": "tensor"},
+     "logical axes rows and mlp are both split over mesh axis tensor, whose devices have different tokens: only "
+     "experts and expert_mlp gather these; one of the two must go to another axis, or to none"),
+    ("llama", {"data": 2}, {"rows": "data", "tokens": "data"},
+     "logical axes rows and tokens are both split over mesh axis data, whose devices have different tokens"),
+    ("llama", {"pipeline": 2}, {"layers": "pipeline", "tokens": "pipeline"},
+     "logical axes tokens and layers are both split over mesh axis pipeline, whose devices have different tokens"),
     ("qwen3_moe", {"tensor": 2}, {"experts": "tensor", "expert_mlp": "tensor"},
      "logical axes experts and expert_mlp of one array are both split over mesh axis tensor; one of them must go to"),
     ("llama", {"tensor": 2}, {"heads": "tensor"}, "rules name the logical axes heads; known: layers, kv_heads, "),
-    ("llama", {"tensor": 2}, "fast", "rules are 'fast'; known: tensor, whole-experts"),
+    ("llama", {"tensor": 2}, "fast", "rules are 'fast'; known: tensor, whole-experts, data-attention"),
 ]  # fmt: skip
 
 
@@ -69,6 +81,65 @@ REFUSED = [
 def test_what_cannot_be_split_so_is_refused_with_what_could(name, sizes, axis_rules, message):
     with pytest.raises(ShardingError, match=re.escape(message)):
         model_on(name, sizes, axis_rules)
+
+
+def test_a_step_that_devices_cannot_share_out_by_tokens_is_refused_with_sizes_that_they_could():
+    mesh = AbstractMesh((4,), ("sequence",))
+    builder = report.make_builder(
+        CONFIGS["llama"], mesh, rules.TENSOR_PARALLEL, report.Load(num_seqs=2, tokens_per_seq=32)
+    )
+    message = "a step of 30 tokens is not shared out evenly by 4 devices along sequence; 28 or 32 tokens (max_num_"
+    with pytest.raises(ShardingError, match=re.escape(message)):
+        dataclasses.replace(builder, buckets=(Bucket(True, 2, 2), Bucket(False, 30, 2)))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "axis_rules", "rows", "tokens"),
+    [
+        ({"data": 2, "tensor": 2}, "tensor", 2, 1),
+        ({"data": 2, "expert": 4}, "data-attention", 8, 1),
+        ({"data": 2, "expert": 4}, "tensor", 2, 1),
+        ({"sequence": 4, "expert": 2}, "tensor", 1, 4),
+    ],
+)
+def test_groups_have_pages_and_slots_of_their_own_and_parts_of_prompts_the_same(sizes, axis_rules, rows, tokens):
+    mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
+    load = report.Load(num_seqs=8, tokens_per_seq=32)
+    builder = report.make_builder(CONFIGS["qwen3_moe"], mesh, rules.find(axis_rules), load)
+    state, (decode, mixed) = builder.abstract_state, builder.buckets
+    assert builder.num_groups == rows and decode.rows == 8 // rows
+    local = state.k_pages.sharding.shard_shape(state.k_pages.shape)
+    assert local[1] == builder.shape.num_pages + 1 == state.k_pages.shape[1] // rows
+    assert state.last_token.sharding.shard_shape(state.last_token.shape) == (8 // rows + 1,)
+    assert "tokens" not in builder.split_of(decode)
+    assert ("tokens" in builder.split_of(mixed)) == (tokens > 1)
+
+
+def test_groups_of_several_processes_are_refused_with_what_would_work():
+    devices = np.asarray([SimpleNamespace(process_index=i) for i in (0, 0, 1, 1)])
+    two: Any = SimpleNamespace(devices=devices, shape={"data": 2, "tensor": 2})
+    with pytest.raises(ShardingError, match="rows are split over mesh axis data, whose devices belong to 2 processes"):
+        rules.check_one_process(two, rules.TENSOR_PARALLEL)
+    rules.check_one_process(two, {**rules.TENSOR_PARALLEL, "rows": ()})
+    two.devices = devices[:2]
+    rules.check_one_process(two, rules.TENSOR_PARALLEL)
+
+
+@pytest.mark.parametrize(("axis", "what"), [("data", "rows"), ("sequence", "tokens")])
+def test_prompts_that_no_device_has_whole_are_not_scored(axis, what):
+    mesh = AbstractMesh((2, 2), (axis, "tensor"))
+    with pytest.raises(ShardingError, match=f"enable_prompt_logprobs is set, and mesh axis {axis} splits {what}"):
+        rules.check_scored(mesh, rules.TENSOR_PARALLEL)
+    rules.check_scored(AbstractMesh((2, 2), ("expert", "tensor")), rules.TENSOR_PARALLEL)
+
+
+def test_groups_of_devices_have_no_host_tier_and_it_says_so(tmp_path):
+    if jax.device_count() < 2:
+        pytest.skip(f"{jax.device_count()} devices; 2 are needed")
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["llama"]))
+    config = EngineConfig(model=str(tmp_path), load_format="dummy", mesh="data=2", kv_host_gib=1)
+    with pytest.raises(ConfigError, match="kv_host_gib is 1, and 2 groups of devices have sequences of their own; a "):
+        build_engine(config, show_progress=False)
 
 
 @pytest.mark.parametrize("size", [0, -1, True, "2", 2.0])

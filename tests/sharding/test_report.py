@@ -23,6 +23,8 @@ MESHES = [
     ("qwen3_moe", {"tensor": 4}, "whole-experts"),
     ("qwen3_next", {"expert": 4}, "tensor"),
     ("qwen3_5", {"pipeline": 2, "tensor": 2}, "tensor"),
+    ("qwen3_moe", {"data": 2, "expert": 2}, "data-attention"),
+    pytest.param("qwen3_5", {"data": 2, "sequence": 2}, "tensor", marks=pytest.mark.long),
 ]
 on_meshes = pytest.mark.parametrize(("name", "mesh", "axis_rules"), MESHES, ids=str)
 QWEN3_235B = {
@@ -39,6 +41,12 @@ QWEN3_235B = {
     "vocab_size": 151936,
     "max_position_embeddings": 40960,
     "tie_word_embeddings": False,
+}
+QWEN3_30B = QWEN3_235B | {
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "moe_intermediate_size": 768,
 }
 
 
@@ -79,7 +87,7 @@ def test_traced_collectives_are_those_of_the_compiled_program(name, mesh, axis_r
     text = compile_lowered(builder, lower_step(builder, builder.abstract_params, bucket)).as_text()
 
     found = collectives.of_hlo(text)
-    assert plan.decode.collectives
+    assert plan.decode.collectives or set(mesh) <= {"data", "sequence"}
     assert counts(plan.decode.collectives) == counts(found)
 
 
@@ -122,6 +130,33 @@ def test_time_is_what_is_moved_over_what_the_card_moves():
     )
 
 
+def test_groups_share_out_sequences_and_gather_only_the_tokens_of_experts():
+    one, four = (report.plan(QWEN3_30B, mesh, axis_rules="data-attention") for mesh in ({"tensor": 1}, {"expert": 4}))
+    assert four.weights["attention"] == one.weights["attention"]
+    page_bytes = 2 * 2 * 48 * 16 * 4 * 128
+    assert one.kv_bytes - page_bytes == 4 * (four.kv_bytes - page_bytes) == 64 * 256 * page_bytes
+    assert (four.decode.tokens, four.decode.rows, four.decode.name) == (64, 64, "decode 64 rows")
+    assert four.decode.read_bytes["KV cache"] * 4 == one.decode.read_bytes["KV cache"]
+    for step in four.steps:
+        found = {(c.kind, c.num_bytes): c.count for c in step.collectives}
+        # Which tokens are padding, once; then in each layer the tokens on their way to all experts, and back.
+        size = step.tokens * 2048 * 2
+        assert found == {("all-gather", step.tokens): 1, ("all-gather", size): 48, ("reduce-scatter", size): 48}
+
+
+def test_parts_of_a_prompt_share_out_its_products_and_gather_keys_and_values():
+    one, four = (report.plan(QWEN3_30B, mesh) for mesh in ({"tensor": 1}, {"sequence": 4}))
+    assert four.weights == one.weights and four.kv_bytes == one.kv_bytes
+    (alone, alone_prefill), (decode, prefill) = one.steps, four.steps
+    assert decode.collectives == () and decode.total_s == alone.total_s
+    # The head is for the rows that sample, which every device has.
+    assert prefill.matrix_s * 4 == pytest.approx(alone_prefill.matrix_s, rel=1e-3)
+    keys = 2 * prefill.tokens * 4 * 128 * 2
+    assert {(c.kind, c.num_bytes, c.count) for c in prefill.collectives} == {
+        ("all-gather", keys, 48), ("all-reduce", prefill.rows * 2048 * 2, 1)
+    }  # fmt: skip
+
+
 def test_stages_take_as_long_as_all_layers_and_hold_a_part_of_them():
     one, two = (report.plan(CONFIGS["llama"], {"pipeline": n}, load=LOAD) for n in (1, 2))
     assert two.weights["attention"] * 2 == one.weights["attention"]
@@ -129,15 +164,15 @@ def test_stages_take_as_long_as_all_layers_and_hold_a_part_of_them():
 
 
 def test_a_sweep_ranks_what_fits_by_the_time_of_a_step_and_says_why_the_rest_cannot_be():
-    found, refused = report.sweep(CONFIGS["qwen3_moe"], 4, load=LOAD)
+    found, refused = report.sweep(CONFIGS["qwen3_moe"], 2, load=LOAD)
     times = [plan.decode.total_s for plan in found]
     assert times == sorted(times)
     assert {tuple(plan.mesh.items()) for plan in found} | set(refused) == {
-        tuple(sizes.items()) for sizes in report.all_meshes(4)
+        tuple(sizes.items()) for sizes in report.all_meshes(2)
     }
-    assert (("pipeline", 4),) in {tuple(plan.mesh.items()) for plan in found}
+    assert (("pipeline", 2),) in {tuple(plan.mesh.items()) for plan in found}
     llama, refused = report.sweep(CONFIGS["llama"], 2, load=LOAD)
-    assert len(llama) == 2 and "splits nothing of LlamaForCausalLM" in refused[("expert", 2),]
+    assert len(llama) == 4 and "splits nothing of LlamaForCausalLM" in refused[("expert", 2),]
 
 
 def test_a_loop_of_unknown_length_is_refused_where_it_has_collectives():
