@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from jaxinfer import agent_flags, plan_flags
+from jaxinfer import agent_flags, batch_flags, plan_flags, process_flags
 from jaxinfer.agent_flags import API_KEY_VARIABLE
 from jaxinfer.config import (
     ACCESS_LOGS,
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; the exit status says whether it succeeded."""
     args = _parser().parse_args(argv)
     try:
-        return args.run(args) or 0
+        return (_follow if getattr(args, "process_id", None) else args.run)(args) or 0
     except KeyboardInterrupt:
         print(f"jaxinfer {args.command}: interrupted", file=sys.stderr)
         return EXIT_FAILED
@@ -59,7 +59,7 @@ def _installed_version() -> str:
 
 def _refusals(command: str) -> tuple[type[Exception], ...]:
     """The errors of a command whose message says it all. Asked for once there is one: until then nothing is loaded."""
-    if command == "serve":
+    if command == "serve" or "jaxinfer.api" not in sys.modules and "jaxinfer.serving" in sys.modules:
         from jaxinfer import serving
 
         return serving.REFUSALS
@@ -103,7 +103,7 @@ def _parser() -> argparse.ArgumentParser:
     agent_flags.add(agent)
     batch = command("batch", _batch, "Answer every row of a file; run again, an interrupted job goes on.")
     _add_engine(batch)
-    _add_batch(batch)
+    batch_flags.add(batch)
     _add_sampling(batch)
     convert = command("convert", _convert, "Write a checkpoint as an Orbax store, which loads into any sharding.")
     convert.add_argument("model", help="folder, GGUF file, Hub id or alias")
@@ -168,6 +168,7 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--seed", type=int, help="of random weights")
     group.add_argument("--compile-cache-dir", help="folder for compiled steps; empty: none")
+    process_flags.add(parser)
 
 
 def _add_server(parser: argparse.ArgumentParser) -> None:
@@ -226,25 +227,6 @@ def _add_access(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_batch(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("job")
-    group.add_argument("--input", required=True, help="JSONL, also gzipped, Parquet, Arrow, or a folder of such")
-    group.add_argument("--output", required=True, help="new file: .jsonl, .jsonl.gz or .parquet")
-    group.add_argument("--restart", action="store_true", help="begin anew, and delete what there is of the output")
-    group.add_argument("--job-seed", type=int, help="of rows that sample and give no seed (default 0)")
-    group.add_argument("--shuffle-seed", type=int, help="read and write the rows in a random order")
-    group.add_argument("--shard-index", type=int, help="part of the rows that this process takes, from 0")
-    group.add_argument("--shard-count", type=int, help="parts of the rows, each with a file of its own")
-    group.add_argument("--served-model-name", nargs="+", help="names of the model that rows may give")
-    group.add_argument("--chat-template", help="file with a Jinja template, in place of the model's own")
-    group.add_argument("--tool-call-parser", choices=TOOL_CALL_PARSERS, help="how the model writes tool calls")
-    group.add_argument("--reasoning-parser", choices=REASONING_PARSERS, help="how the model marks its thought")
-    group.add_argument("--group-prefixes", action="store_true", help="run rows together whose prompts begin alike")
-    group.add_argument("--max-rows-ahead", type=int, help="rows that may be read before the first of them is done")
-    group.add_argument("--checkpoint-s", type=float, help="time between two checkpoints, in seconds (default 2)")
-    group.add_argument("--no-progress", action="store_true", help="show nothing")
-
-
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sampling")
     group.add_argument("--max-tokens", type=int)
@@ -294,6 +276,15 @@ def _serve(args: argparse.Namespace) -> None:
     from jaxinfer import serving
 
     serving.serve(host=args.host, port=args.port, server=server, **_engine_options(args))
+
+
+def _follow(args: argparse.Namespace) -> None:
+    """Whatever process 0 does, the others do the steps of."""
+    from jaxinfer import serving
+
+    if args.command == "doctor":
+        raise ConfigError(f"process_id is {args.process_id}; doctor reports on one process")
+    serving.follow(EngineConfig(**_engine_options(args)))
 
 
 def _batch(args: argparse.Namespace) -> None:
@@ -404,7 +395,10 @@ def _convert(args: argparse.Namespace) -> None:
 def _doctor(args: argparse.Namespace) -> int:
     from jaxinfer import doctor
 
-    report = doctor.examine(EngineConfig(**_engine_options(args)), memory=args.memory)
+    config = EngineConfig(**_engine_options(args))
+    if config.num_processes > 1:
+        raise ConfigError(f"num_processes is {config.num_processes}; doctor reports on one process")
+    report = doctor.examine(config, memory=args.memory)
     print(report.to_json() if args.json else report)
     return 0 if report.healthy else EXIT_FAILED
 

@@ -81,7 +81,10 @@ MAY_IMPORT = {
         "jaxinfer.frontend",
     ),
     "jaxinfer.kv_tiers": ("checkpoints", "jaxinfer.config", "jaxinfer.params", "jaxinfer.runner"),
+    "jaxinfer.jax_settings": ("jaxinfer.config", "jaxinfer.runner"),
+    "jaxinfer.processes": ("checkpoints", "jaxinfer.config", "jaxinfer.found", "jaxinfer.engine", "jaxinfer.runner"),
     "jaxinfer.build": PACKAGES,  # the half of api that makes the parts
+    "jaxinfer.engine_process": PACKAGES,  # the program around build
     "jaxinfer.memory_plan": PACKAGES,  # what build would make, in bytes
     "jaxinfer.api": PACKAGES,
     "jaxinfer.offline": PACKAGES,  # the part of api that runs batch jobs
@@ -90,9 +93,13 @@ MAY_IMPORT = {
     "jaxinfer.sharding.report_output": PACKAGES,
     "jaxinfer.shard_report": PACKAGES,
     "jaxinfer.plan_flags": ("jaxinfer.config",),
+    "jaxinfer.batch_flags": ("jaxinfer.config",),
+    "jaxinfer.process_flags": (),
     "jaxinfer.agent_flags": ("jaxinfer.agent", "jaxinfer.api", "jaxinfer.config", "jaxinfer.types"),
     "jaxinfer.cli": (
         "jaxinfer.plan_flags",
+        "jaxinfer.batch_flags",
+        "jaxinfer.process_flags",
         "jaxinfer.agent_flags",
         "jaxinfer.api",
         "jaxinfer.offline",
@@ -119,6 +126,7 @@ ABOVE_ALL = (
     "jaxinfer.offline",
     "jaxinfer.serving",
     "jaxinfer.build",
+    "jaxinfer.engine_process",
     "jaxinfer.memory_plan",
     "jaxinfer.doctor",
     "jaxinfer.shard_report",

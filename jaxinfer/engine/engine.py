@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple, Protocol
 
+from jaxinfer.engine.group import ProcessLost
+from jaxinfer.engine.leading import LeadingRunner
 from jaxinfer.runner.runner import InFlight, ModelRunner, StuckStep, Unsampled
 from jaxinfer.scheduler.matching import Matcher
 from jaxinfer.scheduler.plan import StepResult
@@ -72,7 +74,7 @@ class Engine:
 
     def __init__(
         self,
-        runner: ModelRunner,
+        runner: ModelRunner | LeadingRunner,
         scheduler: Scheduler,
         info: EngineInfo,
         *,
@@ -219,6 +221,8 @@ class Engine:
         self._in_flight, self._unsampled = self._runner.sample(launched, masks.rows), None
 
     def _recover(self, error: Exception) -> list[TokenEvent]:
+        if isinstance(error, ProcessLost):
+            raise error
         self._num_failed_steps += 1
         self._failures += 1
         if isinstance(error, StuckStep):
@@ -296,6 +300,11 @@ class Engine:
             num_stuck_steps=self._num_stuck_steps,
             num_nan_requests=self._num_nan_requests,
         )
+
+    def dismiss(self) -> None:
+        """Ends the other processes of the engine, if there are any; this one is about to end."""
+        if isinstance(self._runner, LeadingRunner):
+            self._runner.dismiss()
 
     def close(self) -> None:
         """Gives up the device's memory."""
