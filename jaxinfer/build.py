@@ -265,7 +265,7 @@ def _make(
         programs = compile_programs(sized, params, executables, progress, loading.check)
         loaded = loading.result()
     if group is not None:
-        progress("waiting for the other processes", 0, 1)
+        progress("warming up, once all processes are there", 0, 1)
         group.agree("weights and programs are there")
     if tiers.num_frames:
         progress(f"warming up {tiers.frame_bytes / 2**30:.0f} GiB of host memory", 0, 1)
