@@ -95,11 +95,14 @@ class Engine:
         self._num_stuck_steps = 0
         self._num_nan_requests = 0
         self._failures = 0  # since a step last succeeded
+        self._lost: ProcessLost | None = None
         self._saves: dict[str, list[Future[SessionInfo]]] = {}  # of sessions, by their ids
 
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
+        if self._lost is not None:
+            return False
         return self._in_flight is not None or self._unsampled is not None or self._scheduler.has_work
 
     def submit(self, request: Request) -> None:
@@ -162,8 +165,11 @@ class Engine:
 
         A step that fails, or takes longer than step_timeout_s, ends the requests that run with its error, and serving
         goes on with the device's state made anew; the one after MAX_FAILURES in a row raises its error. A step whose
-        logits are not numbers ends the requests that are at fault, and the others are computed again.
+        logits are not numbers ends the requests that are at fault, and the others are computed again. Where another
+        process of the engine is gone, this and every further call raises ProcessLost.
         """
+        if self._lost is not None:
+            raise self._lost
         events: list[TokenEvent] = []
         try:
             for done in self._runner.transferred():
@@ -222,6 +228,7 @@ class Engine:
 
     def _recover(self, error: Exception) -> list[TokenEvent]:
         if isinstance(error, ProcessLost):
+            self._lost = error
             raise error
         self._num_failed_steps += 1
         self._failures += 1

@@ -27,14 +27,8 @@ class Follower(NamedTuple):
     group: Group
 
     def follow(self) -> None:
-        """Returns when process 0 ends as it should. Raises ProcessLost, and whatever a step raises."""
-        try:
-            follow(self.runner, self.group)
-        except ProcessLost:
-            raise
-        except BaseException as error:
-            self.group.leave(f"a step failed in it: {type(error).__name__}: {error}")
-            raise
+        """Returns when process 0 ends as it should. Raises ProcessLost."""
+        follow(self.runner, self.group)
 
 
 def follower_main(

@@ -6,6 +6,7 @@ reaches that address can pass for one of the processes, so it is to be in a netw
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import os
@@ -31,6 +32,8 @@ SILENCE_S = 20.0
 once, by the end of its connection."""
 STUCK_S = 5.0
 """What a call of JAX gets to return once a process is lost: one that waits for it never does."""
+REASON_S = 1.0
+"""How soon it is known that a process has ended, once a step failed for it."""
 RETRY_S = 0.2
 CONNECT_S = 5.0
 WELCOME_S = 5.0
@@ -200,6 +203,18 @@ def _tell_all(channels: Mapping[int, Channel], message: msgspec.Struct) -> None:
             channel.put(message)
 
 
+def exit_before_jax() -> None:
+    """When this process ends, it ends with status 1 before JAX would wait for those that are gone, and abort then."""
+
+    def end() -> None:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(1)
+
+    atexit.register(end)
+
+
 class Group:
     """The other processes, from when all are there. A thread of its own listens, and says every second that it does."""
 
@@ -223,6 +238,20 @@ class Group:
     def failure(self) -> str | None:
         """Why none can go on; None while all live."""
         return self._failure
+
+    def parted(self, error: Exception) -> ProcessLost:
+        """What to raise for a step that failed here, and told to the others, which may wait in that step for ever.
+
+        Where another process ended, that is why, and it is known a moment later.
+        """
+        limit_s = time.monotonic() + REASON_S
+        while self._failure is None and time.monotonic() < limit_s:
+            time.sleep(REASON_S / 20)
+        if self._failure is not None:
+            return ProcessLost(self._failure)
+        reason = f"a step failed in process {self.process_id}: {type(error).__name__}: {error}"
+        self.leave(reason)
+        return ProcessLost(reason)
 
     def check(self) -> None:
         """Raises ProcessLost if a process is lost."""
@@ -343,6 +372,7 @@ class Group:
         self._on_lost(reason)
 
     def _end_if_stuck(self, reason: str) -> None:
+        exit_before_jax()
         time.sleep(STUCK_S)
         if self._working:
             print(f"jaxinfer: {reason}; process {self.process_id} waits for it, and ends", file=sys.stderr, flush=True)

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 import jax
 
-from jaxinfer.engine.group import Group, ProcessLost
-from jaxinfer.engine.messages import Launch, Reset, Sample
+from jaxinfer.engine.group import Group, exit_before_jax
+from jaxinfer.engine.messages import Launch, Reset, Sample, ToDo
 from jaxinfer.runner.runner import InFlight, ModelRunner, StuckStep, Unsampled
 from jaxinfer.scheduler.plan import StepPlan, StepResult, TokenMask, Transferred
 
@@ -51,7 +51,7 @@ class LeadingRunner:
             try:
                 return self._runner.launch(plan)
             except Exception as error:
-                raise self._parted(error) from error
+                raise self._group.parted(error) from error
 
     def sample(self, launched: Unsampled, masks: Sequence[TokenMask]) -> InFlight:
         """See ModelRunner. Raises ProcessLost."""
@@ -60,7 +60,7 @@ class LeadingRunner:
             try:
                 return self._runner.sample(launched, masks)
             except Exception as error:
-                raise self._parted(error) from error
+                raise self._group.parted(error) from error
 
     def collect(self, in_flight: InFlight, timeout_s: float) -> StepResult:
         """See ModelRunner. Raises ProcessLost, also for a step that takes too long."""
@@ -74,9 +74,9 @@ class LeadingRunner:
                 except StuckStep:
                     if left_s <= 0:
                         reason = f"step {in_flight.plan.step} was not done within {timeout_s:g} s (step_timeout_s)"
-                        raise self._parted(StuckStep(reason)) from None
+                        raise self._group.parted(StuckStep(reason)) from None
                 except Exception as error:
-                    raise self._parted(error) from error
+                    raise self._group.parted(error) from error
 
     def transferred(self) -> list[Transferred]:
         """None: nothing leaves the devices."""
@@ -102,33 +102,39 @@ class LeadingRunner:
         """Ends the other processes, and waits for that."""
         leave(self._group)
 
-    def _parted(self, error: Exception) -> ProcessLost:
-        reason = f"a step failed in process 0, and the others may wait in it: {type(error).__name__}: {error}"
-        self._group.leave(reason)
-        return ProcessLost(reason)
-
 
 def leave(group: Group, reason: str | None = None) -> None:
     """Ends the group, and waits until JAX knows in all of its processes that they end."""
-    if group.leave(reason) and reason is None:
+    if not group.leave(reason):
+        return
+    if reason is None:
         jax.distributed.shutdown()
+    else:
+        exit_before_jax()
 
 
 def follow(runner: ModelRunner, group: Group) -> None:
-    """Does what process 0 does, until that ends. Raises ProcessLost, and whatever a step raises."""
+    """Does what process 0 does, until that ends. Raises ProcessLost, also for a step that fails."""
     unsampled: Unsampled | None = None
     for message in group.to_do():
         with group.working():
-            match message:
-                case Launch():
-                    launched = runner.launch(message.plan())
-                    unsampled = launched if isinstance(launched, Unsampled) else None
-                case Sample(masks=masks):
-                    assert unsampled is not None
-                    runner.sample(unsampled, masks)
-                    unsampled = None
-                case Reset():
-                    unsampled = None
-                    runner.reset()
+            try:
+                unsampled = _do(message, runner, unsampled)
+            except Exception as error:
+                raise group.parted(error) from error
     runner.close()
     jax.distributed.shutdown()
+
+
+def _do(message: ToDo, runner: ModelRunner, unsampled: Unsampled | None) -> Unsampled | None:
+    """What is to be sampled next."""
+    match message:
+        case Launch():
+            launched = runner.launch(message.plan())
+            return launched if isinstance(launched, Unsampled) else None
+        case Sample(masks=masks):
+            assert unsampled is not None
+            runner.sample(unsampled, masks)
+        case Reset():
+            runner.reset()
+    return None
