@@ -72,7 +72,7 @@ class Met(NamedTuple):
 def meet(place: Place, facts: Mapping[str, str]) -> Met:
     """Waits until all processes are there. ConfigError with the ids of those that are not in time.
 
-    facts: what has to be the same in all of them. ConfigError with what is not, in process 0 and in the one that differs.
+    facts: what has to be the same in all of them. ConfigError with what is not, in process 0 and in that which differs.
     """
     return _gather(place, facts) if place.process_id == 0 else _join(place, facts)
 
@@ -100,7 +100,12 @@ def _gather(place: Place, facts: Mapping[str, str]) -> Met:
                         _hear(key.data, place, facts, found, selector)
         except ConfigError as error:
             _tell_all(found, Left(str(error)))
+            found.clear()
             raise
+        finally:
+            for key in list(selector.get_map().values()):
+                if key.data is not None and key.data not in found.values():
+                    key.data.close()
     with socket.create_server((place.host, 0), family=_family(place)) as free:
         port = free.getsockname()[1]
     _tell_all(found, Welcome(port))
@@ -162,7 +167,17 @@ def _join(place: Place, facts: Mapping[str, str]) -> Met:
                 raise ConfigError(f"{where} was not reached within {limit}: {error}") from error
             time.sleep(RETRY_S)
     channel = _channel(sock)
-    _tell_all({0: channel}, Hello(place.process_id, facts))
+    with contextlib.ExitStack() as on_failure:
+        on_failure.callback(channel.close)
+        _tell_all({0: channel}, Hello(place.process_id, facts))
+        met = Met({0: channel}, _wait_for_welcome(place, channel, limit_s))
+        on_failure.pop_all()
+    return met
+
+
+def _wait_for_welcome(place: Place, channel: Channel, limit_s: float) -> int:
+    """The port that process 0 tells."""
+    where, limit = f"process 0 at {place.host}:{place.port}", f"{place.timeout_s:g} s (initialization_timeout_s)"
     with selectors.DefaultSelector() as selector:
         selector.register(channel, selectors.EVENT_READ)
         while selector.select(max(limit_s + WELCOME_S - time.monotonic(), 0)):
@@ -174,7 +189,7 @@ def _join(place: Place, facts: Mapping[str, str]) -> Met:
                 if isinstance(message, Left):
                     raise ConfigError(message.reason or f"{where} ended")
                 if isinstance(message, Welcome):
-                    return Met({0: channel}, message.port)
+                    return message.port
     raise ConfigError(f"{where} did not say within {limit} that all processes are there")
 
 
@@ -232,7 +247,8 @@ class Group:
         self._failure: str | None = None
         self._left = threading.Event()
         self._working = False
-        threading.Thread(target=self._watch, name="jaxinfer-processes", daemon=True).start()
+        self._thread = threading.Thread(target=self._watch, name="jaxinfer-processes", daemon=True)
+        self._thread.start()
 
     @property
     def failure(self) -> str | None:
@@ -339,6 +355,9 @@ class Group:
                 for number, then_s in heard.items():
                     if now_s - then_s > SILENCE_S:
                         self._lose(f"{self._called(number)} has said nothing for {SILENCE_S:g} s")
+        with self._sending:
+            for channel in self._channels.values():
+                channel.close()
 
     def _receive(self, number: int) -> None:
         try:
