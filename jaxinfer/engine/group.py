@@ -245,6 +245,7 @@ class Group:
         self._sending = threading.Lock()
         self._inbox: queue.SimpleQueue[tuple[int, Agree | ToDo] | None] = queue.SimpleQueue()
         self._failure: str | None = None
+        self._leaving = False
         self._left = threading.Event()
         self._working = False
         self._thread = threading.Thread(target=self._watch, name="jaxinfer-processes", daemon=True)
@@ -318,12 +319,13 @@ class Group:
 
     def leave(self, reason: str | None = None) -> bool:
         """Tells the others that this process ends, and why if they could have gone on. Whether they were all there."""
-        if self._left.is_set() or self._failure is not None:
+        if self._leaving or self._failure is not None:
             return False
-        self._left.set()
+        self._leaving = True
         self.tell(Left(reason))
         for channel in self._channels.values():
             channel.end()
+        self._left.set()  # only now: the thread closes the channels
         return True
 
     def _agreed(self, name: str) -> tuple[int, Agree]:
@@ -374,6 +376,7 @@ class Group:
     def _take(self, number: int, message: Message) -> None:
         match message:
             case Left(reason=None) if number == 0:
+                self._leaving = True
                 self._left.set()
                 self._inbox.put(None)
             case Left(reason=reason):
@@ -382,7 +385,7 @@ class Group:
                 self._inbox.put((number, message))
 
     def _lose(self, reason: str) -> None:
-        if self._failure is not None or self._left.is_set():
+        if self._failure is not None or self._leaving:
             return
         self._failure = reason
         with self._sending:

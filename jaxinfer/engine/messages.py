@@ -54,8 +54,9 @@ class Launch(msgspec.Struct, tag=True):
     @classmethod
     def of(cls, plan: StepPlan) -> Self:
         """The same plan, without what no runner reads. ValueError for one with what a process keeps for itself."""
-        if plan.transfers or plan.long is not None:
-            raise ValueError("the plan has transfers or a chunk beyond the device's pages, which one process alone has")
+        for name in UNSENT:
+            if getattr(plan, name):
+                raise ValueError(f"the plan has {name}, which one process alone can have")
         prefills = [dataclasses.replace(c, token_ids=list(c.token_ids), **_sent(c)) for c in plan.prefills]
         prefixes = [p if p.last is None else p._replace(last=p.last._replace(**_sent(p.last))) for p in plan.prefixes]
         return cls(plan.step, plan.decodes, prefills, prefixes, plan.kept_states, plan.constrained)
@@ -63,6 +64,10 @@ class Launch(msgspec.Struct, tag=True):
     def plan(self) -> StepPlan:
         """What it was made of."""
         return StepPlan(**{name: getattr(self, name) for name in self.__struct_fields__})
+
+
+UNSENT = [field.name for field in dataclasses.fields(StepPlan) if field.name not in Launch.__struct_fields__]
+"""Fields of a plan that are empty where there are several processes: what would fill them is refused at the start."""
 
 
 def _sent(row: PrefillChunk | LastToken) -> dict[str, Any]:
