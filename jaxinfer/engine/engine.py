@@ -279,7 +279,7 @@ class Engine:
         """A snapshot. When nothing runs, it also checks that every page came back; the cache may keep any of them."""
         s, cache = self._scheduler, self._scheduler.cache
         s.tidy()
-        if not self.has_work and cache.pool.num_used:
+        if self._lost is None and not self.has_work and cache.pool.num_used:
             raise RuntimeError(f"nothing runs, but {cache.pool.num_used} pages are held")
         return EngineStats(
             num_running=s.num_running,
