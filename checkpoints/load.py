@@ -34,7 +34,8 @@ def load(
     ignore: says which of the source's tensors may stay unread.
     progress: called after every tensor with the bytes placed so far and in all, in `dtype` and over all devices.
 
-    At most one packed tensor of one layer is on the host at a time, and each device is sent its own part of it.
+    At most one packed tensor of one layer is on the host at a time, and each device is sent its own part of it. Where
+    devices belong to several processes, each reads the layers that its own devices have.
     Tensors that are missing, extra or misshapen raise one CheckpointError that lists them, before any is read.
     """
     dtype = jnp.dtype(dtype)
@@ -56,8 +57,10 @@ def load(
             advance(spec.size)
         else:
             array = placer.empty(spec.array_shape, shardings[name])
+            held = held_layers(shardings[name], spec.array_shape)
             for index, layer in enumerate(spec.layers):
-                array = placer.set_layer(array, index, _packed(source, name, spec, layer), shardings[name])
+                read = functools.partial(_packed, source, name) if index in held else functools.partial(_unread, source)
+                array = placer.set_layer(array, index, read(spec, layer), shardings[name])
                 advance(math.prod(spec.shape))
         params[name] = jax.device_put(array, shardings[name])  # a new label for the same buffers
     return params
@@ -97,6 +100,18 @@ def wanted_tensors(specs: Specs) -> dict[str, tuple[int, ...]]:
             if wanted.setdefault(name, shape) != shape:
                 raise CheckpointError(f"{param!r} expects {name!r} as {shape}, another parameter as {wanted[name]}")
     return wanted
+
+
+def held_layers(sharding: Sharding, shape: tuple[int, ...]) -> set[int]:
+    """The layers of an array [L, ...] of which a device of this process has a part."""
+    parts = sharding.addressable_devices_indices_map(shape).values()
+    return {layer for part in parts if part is not None for layer in range(shape[0])[part[0]]}
+
+
+def _unread(source: TensorSource, spec: ParamSpec, layer: int) -> np.ndarray:
+    """In place of a layer that no device of this process has: zeros, of the dtype that the others read."""
+    dtype = np.result_type(*(source.read(s.name.format(layer=layer)).dtype for s in spec.sources))
+    return np.broadcast_to(np.zeros((), np.float32 if dtype == np.float64 else dtype), spec.shape)
 
 
 def _packed(source: TensorSource, name: str, spec: ParamSpec, layer: int | None) -> np.ndarray:

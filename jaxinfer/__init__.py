@@ -5,18 +5,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxinfer.agent.loop import Agent
-    from jaxinfer.api import LLM
+    from jaxinfer.api import LLM, follow
     from jaxinfer.config import EngineConfig
     from jaxinfer.offline import run_batch
     from jaxinfer.serving import serve
     from jaxinfer.structured import StructuredOutputs
     from jaxinfer.types import SamplingParams
 
-__all__ = ["LLM", "Agent", "EngineConfig", "SamplingParams", "StructuredOutputs", "run_batch", "serve"]
+__all__ = ["LLM", "Agent", "EngineConfig", "SamplingParams", "StructuredOutputs", "follow", "run_batch", "serve"]
 
 _HOMES = {
     "Agent": "jaxinfer.agent.loop",
     "LLM": "jaxinfer.api",
+    "follow": "jaxinfer.api",
     "run_batch": "jaxinfer.offline",
     "serve": "jaxinfer.serving",
     "EngineConfig": "jaxinfer.config",

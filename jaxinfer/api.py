@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from checkpoints import orbax_store
 from checkpoints.resolve import resolve
 from jaxinfer.build import REFUSALS as REFUSALS
-from jaxinfer.build import Progress, build_engine, load_params, tensor_names
-from jaxinfer.config import DEFAULT_MODEL, EngineConfig
+from jaxinfer.build import Progress, build_engine, build_follower, load_params, tensor_names
+from jaxinfer.config import DEFAULT_MODEL, ConfigError, EngineConfig
 from jaxinfer.engine.local import LocalEngine
 from jaxinfer.found import find_model
 from jaxinfer.models import registry
@@ -85,6 +85,10 @@ class LLM:
 
     def __init__(self, model: str = DEFAULT_MODEL, *, show_progress: bool = True, **options: Any):
         config = EngineConfig(model=model, **options)
+        if config.process_id:
+            raise ConfigError(
+                f"process_id is {config.process_id}; LLM is for process 0, jaxinfer.follow for the others"
+            )
         found = find_model(config)
         self.tokenizer = found.tokenizer
         self._template = ChatTemplate.from_config(found.checkpoint.tokenizer_config)
@@ -304,6 +308,16 @@ def _shown(value: Any) -> str:
     """Its kind and the start of it."""
     text = repr(value)
     return f"the {type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
+
+
+def follow(model: str = DEFAULT_MODEL, *, show_progress: bool = True, **options: Any) -> None:
+    """Follows the LLM, server or job of process 0 from another process, until that is closed.
+
+    `options` are the same fields of EngineConfig as in process 0, but for process_id. EngineDead, with the reason, if
+    any of the processes ends otherwise; where JAX waits for that one in a call, which nothing can interrupt, this
+    process ends within seconds with the reason on standard error.
+    """
+    build_follower(EngineConfig(model=model, **options), show_progress=show_progress).follow()
 
 
 def convert(model: str, out: str, *, revision: str | None = None, dtype: str = "auto") -> None:

@@ -1,4 +1,4 @@
-"""Flags of `jaxinfer batch`."""
+"""Flags of `jaxinfer batch`. Never loads JAX before the command runs."""
 
 from __future__ import annotations
 

@@ -4,37 +4,34 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
-import os
-import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import msgspec
 from jax.sharding import Mesh
 
 from checkpoints import load, orbax_store
 from checkpoints.resolve import Checkpoint
 from checkpoints.source import CheckpointError
-from jaxinfer.allocator import keep_freed_memory
 from jaxinfer.background import Background
 from jaxinfer.config import ConfigError, EngineConfig, SchedulerLimits
 from jaxinfer.defaults import eos_ids, sampling_defaults
 from jaxinfer.engine.engine import Engine
-from jaxinfer.engine.loop import engine_main
+from jaxinfer.engine.follower import Follower
+from jaxinfer.engine.group import Group
+from jaxinfer.engine.leading import LeadingRunner
 from jaxinfer.found import Found, find_model
-from jaxinfer.kv_tiers import TierSizes, check_tiers, open_disk, size_memory
+from jaxinfer.jax_settings import find_devices, open_executables, set_up_jax
+from jaxinfer.kv_tiers import TierSizes, check_tiers, open_disk, size_memory, with_pages
 from jaxinfer.models import registry
 from jaxinfer.models.model import Model, ModelError
 from jaxinfer.params import Params, num_bytes, random_params
+from jaxinfer.processes import check_devices, join, leaving
 from jaxinfer.progress import Progress
 from jaxinfer.runner import cache
 from jaxinfer.runner.buckets import Bucket, make_buckets
 from jaxinfer.runner.compiled import compile_programs, largest_temp_bytes
-from jaxinfer.runner.disk_cache import DiskCache, is_private
 from jaxinfer.runner.disk_pages import DiskPages
 from jaxinfer.runner.executables import Executables
 from jaxinfer.runner.host_pages import take_memory
@@ -56,7 +53,6 @@ MIXED_TOKENS_ON_CPU = 64
 NUM_STATE_COPIES = {"cpu": 16, "gpu": 64}
 STATE_TOKENS = {"cpu": 64, "gpu": 256}
 """Positions between copies of recurrent states: on a GPU a step computes more tokens than that in the time of few."""
-CACHE_DIR = Path.home() / ".cache" / "jaxinfer" / "xla"
 SHARES = {"loading": 3.0, "programs": 4.0, "warm-up": 3.0}
 """Of the progress bar, about as they take on a GPU when nothing is cached."""
 CALM_STEPS, CALM_ROWS = 2, 32
@@ -64,29 +60,34 @@ CALM_STEPS, CALM_ROWS = 2, 32
 REFUSALS = (ConfigError, CheckpointError, ModelError, rules.ShardingError, cache.PoolError)
 """What whoever asks for an engine can put right: the message says it all. Other errors are faults."""
 
-HOST_RESERVE_GIB, DEFAULT_HOST_GIB = 4, 64
-"""Of pinned host memory: for what comes and goes beside the KV cache; XLA's own limit."""
-
 log = logging.getLogger(__name__)
 
 
-def build_engine(config: EngineConfig, found: Found | None = None, *, show_progress: bool = True) -> Engine:
+def build_engine(
+    config: EngineConfig,
+    found: Found | None = None,
+    *,
+    show_progress: bool = True,
+    on_lost: Callable[[str], None] | None = None,
+) -> Engine:
     """An engine that is ready: nothing is compiled after this returns. `found` spares finding the model again.
 
+    on_lost: told why this process is to end, where another one of the engine is lost; None: whatever waits raises it.
     Raises ConfigError, CheckpointError, ModelError, ShardingError or PoolError, before anything slow where it can.
     """
-    set_up_jax(config)
-    with Background(lambda _: found or find_model(config)) as finding:
-        find_devices()  # a GPU takes seconds to start, and leaves the interpreter to others meanwhile
-        checkpoint, tokenizer = finding.result()
-    ends, defaults = eos_ids(checkpoint, tokenizer), sampling_defaults(checkpoint)
-    builder = make_builder(config, checkpoint, tokenizer)
-    grammars = Grammars(tokenizer, builder.vocab_size, ends) if tokenizer else None
+    if config.process_id:
+        raise ConfigError(
+            f"process_id is {config.process_id}; process 0 has the engine, and the others follow it: "
+            "jaxinfer.follow, or jaxinfer serve"
+        )
+    (checkpoint, tokenizer), group = _begin(config, found, on_lost)
+    with leaving(group):
+        ends, defaults = eos_ids(checkpoint, tokenizer), sampling_defaults(checkpoint)
+        builder = make_builder(config, checkpoint, tokenizer)
+        grammars = Grammars(tokenizer, builder.vocab_size, ends) if tokenizer else None
+        built = _load_and_compile(config, builder, checkpoint, group, show_progress)
+    builder, tiers, runner, disk = built
     mesh, buckets = builder.mesh, builder.buckets
-    executables = Executables(open_executables(config), checkpoint.config)
-    check_tensors(checkpoint, builder.model)
-    with contextlib.closing(Progress(show_progress, SHARES)) as progress, _out_of_memory_explained(config):
-        builder, tiers, runner, disk = _load_and_compile(config, builder, executables, checkpoint, progress)
     limits = SchedulerLimits(
         max_model_len=builder.shape.max_model_len,
         page_size=config.page_size,
@@ -123,11 +124,39 @@ def build_engine(config: EngineConfig, found: Found | None = None, *, show_progr
         has_disk_tier=disk is not None,
         has_prompt_logprobs=builder.scores,
     )
+    leading = runner if group is None else LeadingRunner(runner, group)
     if builder.num_groups > 1:
         scheduler = Groups(limits, builder.num_groups)
     else:
         scheduler = Scheduler(limits, KvCache(limits, disk.pages(), disk.manifests()) if disk else None)
-    return Engine(runner, scheduler, info, step_timeout_s=config.step_timeout_s, grammars=grammars)
+    return Engine(leading, scheduler, info, step_timeout_s=config.step_timeout_s, grammars=grammars)
+
+
+def build_follower(
+    config: EngineConfig, *, show_progress: bool = True, on_lost: Callable[[str], None] | None = None
+) -> Follower:
+    """What a process other than the first has, ready to follow. Raises as `build_engine` does."""
+    (checkpoint, tokenizer), group = _begin(config, None, on_lost)
+    if group is None or not config.process_id:
+        raise ConfigError(f"process_id is {config.process_id} of {config.num_processes}; others than 0 follow")
+    with leaving(group):
+        builder = make_builder(config, checkpoint, tokenizer)
+        return Follower(_load_and_compile(config, builder, checkpoint, group, show_progress).runner, group)
+
+
+def _begin(
+    config: EngineConfig, found: Found | None, on_lost: Callable[[str], None] | None
+) -> tuple[Found, Group | None]:
+    """The model, the other processes if there are any, and JAX with its devices."""
+    set_up_jax(config)
+    with Background(lambda _: found or find_model(config)) as finding:
+        if config.num_processes == 1:
+            find_devices()  # a GPU takes seconds to start, and leaves the interpreter to others meanwhile
+        model = finding.result()
+    group = join(config, model, on_lost)
+    with leaving(group):
+        find_devices()
+    return model, group
 
 
 def make_builder(config: EngineConfig, checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> StepBuilder:
@@ -192,11 +221,24 @@ class Built(NamedTuple):
 
 
 def _load_and_compile(
+    config: EngineConfig, builder: StepBuilder, checkpoint: Checkpoint, group: Group | None, show_progress: bool
+) -> Built:
+    """See `_make`. With several processes, all have come to the same point before any of them runs what needs all."""
+    check_devices(builder.mesh, builder.abstract_state.last_token.sharding, config.num_processes)
+    executables = Executables(open_executables(config), checkpoint.config)
+    check_tensors(checkpoint, builder.model)
+    working = contextlib.nullcontext() if group is None else group.working()
+    with contextlib.closing(Progress(show_progress, SHARES)) as progress, _out_of_memory_explained(config), working:
+        return _make(config, builder, executables, checkpoint, progress, group)
+
+
+def _make(
     config: EngineConfig,
     builder: StepBuilder,
     executables: Executables,
     checkpoint: Checkpoint,
     progress: Progress,
+    group: Group | None,
 ) -> Built:
     """The builder with its pool and tiers sized, the runner, and the disk tier's files.
 
@@ -220,9 +262,14 @@ def _load_and_compile(
             return largest_temp_bytes(builder, params, executables, progress, loading.check)
 
         sized, tiers = size_memory(config, builder, temp_bytes)
+        if group is not None:
+            sized = with_pages(sized, group.agree("pages of the KV cache", sized.shape.num_pages))
         disk = open_disk(config, checkpoint, sized)
         programs = compile_programs(sized, params, executables, progress, loading.check)
         loaded = loading.result()
+    if group is not None:
+        progress("warming up, once all processes are there", 0, 1)
+        group.agree("weights and programs are there")
     if tiers.num_frames:
         progress(f"warming up {tiers.frame_bytes / 2**30:.0f} GiB of host memory", 0, 1)
         take_memory(sized.abstract_frame, tiers.num_frames)
@@ -252,42 +299,6 @@ def _out_of_memory_explained(config: EngineConfig) -> Iterator[None]:
             f"the device's memory does not hold the model and its cache ({str(error).splitlines()[0]}); {asked}"
             "fewer of num_pages, max_num_seqs, max_num_batched_tokens or max_model_len need less"
         ) from error
-
-
-def set_up_jax(config: EngineConfig) -> None:
-    """Process-wide settings, made before the first array: memory share and the cache of compiled steps."""
-    os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", str(config.gpu_memory_utilization))
-    host_gib = math.ceil(config.kv_host_gib) + HOST_RESERVE_GIB
-    os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(max(host_gib, DEFAULT_HOST_GIB)))
-    directory = _cache_dir(config)
-    if directory and not is_private(directory):  # JAX, too, runs what is in it
-        jax.config.update("jax_compilation_cache_dir", None)
-    elif directory:
-        jax.config.update("jax_compilation_cache_dir", str(directory))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-
-
-def _cache_dir(config: EngineConfig) -> Path | None:
-    if config.compile_cache_dir is None:
-        return CACHE_DIR
-    return Path(config.compile_cache_dir) if config.compile_cache_dir else None
-
-
-def open_executables(config: EngineConfig) -> DiskCache | None:
-    """Where whole steps are kept: beside JAX's own cache, and none where the user switched that off."""
-    directory = _cache_dir(config)
-    used = directory is not None and jax.config.jax_compilation_cache_dir == str(directory)
-    return DiskCache.open(directory / "steps") if used and jax.config.jax_enable_compilation_cache else None
-
-
-def find_devices() -> list[jax.Device]:
-    """JAX's devices. ConfigError, with what JAX says, where its backend does not start."""
-    try:
-        return jax.devices()
-    except (RuntimeError, AssertionError) as error:  # the latter, without a word, for a platform without its plugin
-        reason = str(error) or "the package of that platform is not installed"
-        raise ConfigError(f"JAX cannot start on JAX_PLATFORMS {jax.config.jax_platforms!r}: {reason}") from error
 
 
 def check_tensors(checkpoint: Checkpoint, model: Model) -> None:
@@ -389,19 +400,3 @@ def _calm_mixed_tokens(buckets: Sequence[Bucket], times_ms: Mapping[Bucket, floa
     slow = {b.tokens for b in buckets if not b.decode and times_ms[b] > CALM_STEPS * decode_ms}
     sizes = {b.tokens for b in buckets if not b.decode}
     return max(sizes - slow, default=min(sizes))
-
-
-def main(config_json: str, show_progress: str, fds: str) -> None:
-    """The engine's process; see `serving.engine_command`."""
-    config = msgspec.json.decode(config_json, type=EngineConfig)
-
-    def build() -> Engine:
-        engine = build_engine(config, show_progress=bool(int(show_progress)))
-        keep_freed_memory()  # only now: of what loading took, all goes back
-        return engine
-
-    engine_main(fds, build, REFUSALS, step_timeout_s=config.step_timeout_s)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from jaxinfer import access_flags, agent_flags, batch_flags, plan_flags, ray_flags
+from jaxinfer import access_flags, agent_flags, batch_flags, plan_flags, process_flags, ray_flags
 from jaxinfer.agent_flags import API_KEY_VARIABLE
 from jaxinfer.config import (
     DEFAULT_MODEL,
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; the exit status says whether it succeeded."""
     args = _parser().parse_args(argv)
     try:
-        return args.run(args) or 0
+        return (_follow if getattr(args, "process_id", None) else args.run)(args) or 0
     except KeyboardInterrupt:
         print(f"jaxinfer {args.command}: interrupted", file=sys.stderr)
         return EXIT_FAILED
@@ -53,7 +53,7 @@ def _installed_version() -> str:
 
 def _refusals(command: str) -> tuple[type[Exception], ...]:
     """The errors of a command whose message says it all. Asked for once there is one: until then nothing is loaded."""
-    if command == "serve":
+    if command == "serve" or "jaxinfer.api" not in sys.modules and "jaxinfer.serving" in sys.modules:
         from jaxinfer import serving
 
         return serving.REFUSALS
@@ -165,6 +165,7 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--seed", type=int, help="of random weights")
     group.add_argument("--compile-cache-dir", help="folder for compiled steps; empty: none")
+    process_flags.add(parser)
 
 
 def _add_server(parser: argparse.ArgumentParser) -> None:
@@ -241,6 +242,15 @@ def _serve(args: argparse.Namespace) -> None:
 
     cluster = ray_flags.given(args)
     serving.serve(host=args.host, port=args.port, server=server, ray=cluster, **_engine_options(args))
+
+
+def _follow(args: argparse.Namespace) -> None:
+    """Whatever process 0 does, the others do the steps of."""
+    from jaxinfer import serving
+
+    if args.command == "doctor":
+        raise ConfigError(f"process_id is {args.process_id}; doctor reports on one process")
+    serving.follow(EngineConfig(**_engine_options(args)))
 
 
 def _batch(args: argparse.Namespace) -> None:
@@ -326,7 +336,10 @@ def _convert(args: argparse.Namespace) -> None:
 def _doctor(args: argparse.Namespace) -> int:
     from jaxinfer import doctor
 
-    report = doctor.examine(EngineConfig(**_engine_options(args)), memory=args.memory)
+    config = EngineConfig(**_engine_options(args))
+    if config.num_processes > 1:
+        raise ConfigError(f"num_processes is {config.num_processes}; doctor reports on one process")
+    report = doctor.examine(config, memory=args.memory)
     print(report.to_json() if args.json else report)
     return 0 if report.healthy else EXIT_FAILED
 

@@ -18,6 +18,8 @@ MAX_GIB = 2**20
 """Most memory or disk, in GiB: a pebibyte."""
 MIN_TIMEOUT_S, MAX_TIMEOUT_S = 0.01, 86400.0
 """Shortest and longest time limit, in seconds: less than many a step takes, and a day."""
+MAX_PROCESSES = 2**12
+"""Most processes of an engine."""
 MAX_FRONT_ENDS = 64
 """Most front-end processes of a server."""
 ACCESS_LOGS = ("off", "requests", "prompts")
@@ -97,6 +99,18 @@ class EngineConfig:
     """What is split over which axis: the name of a preset, or a mapping from logical axes to mesh axes.
 
     None: tensor."""
+    num_processes: int = 1
+    """Processes that the mesh's devices belong to, one on each host: see process_id. They run the same code, and have
+    the same model and options but for process_id."""
+    process_id: int = 0
+    """Which of them this is. Process 0 schedules, and alone takes requests; the others follow it."""
+    coordinator: str | None = None
+    """HOST:PORT of process 0, where it waits for the others, and by whose HOST they reach JAX's own service, too.
+
+    Nothing that is said there is encrypted, and whoever reaches it can join in another's place: HOST is to be an
+    address in a network of these hosts alone. Process 0 listens at that address and no other."""
+    initialization_timeout_s: float = 300.0
+    """How long processes wait until all of them are there, in seconds."""
     seed: int = 0
     """Of random weights, with load_format dummy."""
     compile_cache_dir: str | None = None
@@ -137,6 +151,7 @@ class EngineConfig:
         )
         self._check_mesh()
         self._check_tiers()
+        self._check_processes()
 
     def _check_mesh(self) -> None:
         size, whole = self.tensor_parallel_size, self.enable_expert_parallel
@@ -147,6 +162,43 @@ class EngineConfig:
         _check(
             self.rules is None or not whole,
             f"rules is {self.rules!r} and enable_expert_parallel is {whole}; give one: rules whole-experts is the same",
+        )
+
+    def _check_processes(self) -> None:
+        count, which, limit_s = self.num_processes, self.process_id, self.initialization_timeout_s
+        _check(1 <= count <= MAX_PROCESSES, f"num_processes is {count}; it must be from 1 to {MAX_PROCESSES}")
+        _check(0 <= which < count, f"process_id is {which} of {count} processes; it must be from 0 to {count - 1}")
+        _check(
+            MIN_TIMEOUT_S <= limit_s <= MAX_TIMEOUT_S,
+            f"initialization_timeout_s is {limit_s}; it must be from {MIN_TIMEOUT_S:g} to {MAX_TIMEOUT_S:g} seconds",
+        )
+        if count == 1:
+            _check(
+                self.coordinator is None,
+                f"coordinator is {self.coordinator!r} and num_processes is 1; several processes meet there",
+            )
+            return
+        host, _, port = (self.coordinator or "").rpartition(":")
+        _check(
+            bool(host) and port.isdecimal() and 0 < int(port) < 65536,
+            f"coordinator is {self.coordinator!r} with {count} processes; HOST:PORT of process 0 is needed",
+        )
+        one_host = {"kv_host_gib": self.kv_host_gib, "kv_disk_dir": self.kv_disk_dir}
+        for name, value in one_host.items():
+            _check(
+                not value,
+                f"{name} is {value!r} with {count} processes; pages that leave the devices, and so sessions and "
+                "contexts beyond these, are kept by one process for all of its devices: leave it out",
+            )
+        _check(
+            not self.compile_cache_dir,
+            f"compile_cache_dir is {self.compile_cache_dir!r} with {count} processes; these compile together in every "
+            "start, and one that had steps already would not take part: leave it out",
+        )
+        _check(
+            self.mesh is None or isinstance(self.mesh, str | Mapping),
+            f"mesh is a {type(self.mesh).__name__} with {count} processes; its devices are known only once these have "
+            "met: give the sizes of its axes",
         )
 
     def _check_tiers(self) -> None:

@@ -91,6 +91,13 @@ def _size_pool(config: EngineConfig, builder: StepBuilder, temp_bytes: Callable[
     return dataclasses.replace(builder, shape=dataclasses.replace(shape, num_pages=pages))
 
 
+def with_pages(builder: StepBuilder, num_pages: int) -> StepBuilder:
+    """The builder with at most so many pages on each device, as the other processes have, and a context that fits."""
+    shape = builder.shape
+    most = min(shape.max_model_len, num_pages * shape.page_size)
+    return dataclasses.replace(builder, shape=dataclasses.replace(shape, num_pages=num_pages, max_model_len=most))
+
+
 def _with_long_context(builder: StepBuilder, tiers: TierSizes, missing: int) -> tuple[StepBuilder, TierSizes]:
     """With host memory for up to `missing` tokens, of which the frames keep one."""
     shape, frame_bytes = builder.shape, tiers.frame_pages * tiers.page_bytes

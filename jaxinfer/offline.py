@@ -78,8 +78,8 @@ def run_batch(
     Raises BatchError where input, model or parameters are not those that it began with, where another process is at
     work on it, where the output cannot be written, and where the cluster cannot go on.
     """
-    cluster = None if ray is None else RayConfig.of(ray)
     config, batch_config = EngineConfig(model=model, **options), BatchConfig(**(job or {}))
+    cluster = None if ray is None else RayConfig.of(ray, num_processes=config.num_processes)
     path = _shard_path(Path(output), batch_config)
     finish = finisher(path)
     found = find_model(config)

@@ -84,8 +84,12 @@ def serve(
     """
     config = EngineConfig(model=model, **options)
     server_config = ServerConfig(host=host, port=port, **(server or {}))
+    if config.process_id:
+        if not block:
+            raise ConfigError(f"process_id is {config.process_id} and block is {block}; process 0 alone has a server")
+        return follow(config, show_progress=show_progress)
     if ray is not None:
-        ray_config = RayConfig.of(ray)
+        ray_config = RayConfig.of(ray, num_processes=config.num_processes)
         from jaxinfer.cluster import serving as cluster_serving
 
         return cluster_serving.serve_replicas(config, server_config, ray_config, block=block)
@@ -126,6 +130,25 @@ def serve(
     return None
 
 
+def follow(config: EngineConfig, *, show_progress: bool = True) -> None:
+    """Runs the process of a follower until process 0 ends. EngineDead, with the reason, if it ends otherwise.
+
+    A signal ends it, and so the engine: none of its processes can go on without the others.
+    """
+    stop = http_run.Stop()
+    with _termination_raised(), contextlib.ExitStack() as at_end:
+        with _interrupts_held():
+            engine = EngineProcess(engine_command(config, show_progress=show_progress), 0)
+            at_end.callback(engine.close)
+        engine.wait_until_ready()
+        with http_run.signals(stop):
+            print(f"jaxinfer: process {config.process_id} of {config.num_processes} follows", flush=True)
+            while not stop.wishes and engine.exit_code is None and engine.failure is None:
+                time.sleep(http_run.POLL_S)
+        if not stop.wishes and engine.exit_code != 0:
+            raise EngineDead(engine.failure or f"the process ended (exit code {engine.exit_code})")
+
+
 @contextlib.contextmanager
 def _interrupts_held() -> Iterator[None]:
     """Interrupts come at the end, and to no process that is started meanwhile.
@@ -158,9 +181,15 @@ def _termination_raised() -> Iterator[None]:
 
 
 def engine_command(config: EngineConfig, *, show_progress: bool) -> list[str]:
-    """The program that `EngineProcess` runs: build.py, in an interpreter of its own."""
+    """The program that `EngineProcess` runs: engine_process.py, in an interpreter of its own."""
     config = dataclasses.replace(config, mesh=_portable(config.mesh))
-    return [sys.executable, "-m", "jaxinfer.build", msgspec.json.encode(config).decode(), str(int(show_progress))]
+    return [
+        sys.executable,
+        "-m",
+        "jaxinfer.engine_process",
+        msgspec.json.encode(config).decode(),
+        str(int(show_progress)),
+    ]
 
 
 def _portable(mesh: Any) -> Any:

@@ -6,6 +6,7 @@ import pytest
 
 from jaxinfer.config import ConfigError, EngineConfig
 
+TWO = {"num_processes": 2, "coordinator": "127.0.0.1:7"}
 REFUSED = [
     ({"kv_host_gib": -1}, "kv_host_gib is -1; it must be from 0 to 1048576 GiB"),
     ({"kv_host_gib": float("nan")}, "kv_host_gib is nan; it must be from 0 to 1048576 GiB"),
@@ -29,11 +30,37 @@ REFUSED = [
         "kv_host_gib must be above 0",
     ),
     ({"kv_disk_dir": "", "kv_host_gib": 4}, "kv_disk_dir is empty; give a folder, or leave it out for none"),
+    ({"num_processes": 0}, "num_processes is 0; it must be from 1 to 4096"),
+    ({"process_id": 1}, "process_id is 1 of 1 processes; it must be from 0 to 0"),
+    ({"coordinator": "a:1"}, "coordinator is 'a:1' and num_processes is 1; several processes meet there"),
+    ({"num_processes": 2}, "coordinator is None with 2 processes; HOST:PORT of process 0 is needed"),
+    (
+        {"num_processes": 2, "coordinator": "host"},
+        "coordinator is 'host' with 2 processes; HOST:PORT of process 0 is needed",
+    ),
+    (
+        {**TWO, "initialization_timeout_s": 0},
+        "initialization_timeout_s is 0; it must be from 0.01 to 86400 seconds",
+    ),
+    (
+        {**TWO, "kv_host_gib": 4},
+        "kv_host_gib is 4 with 2 processes; pages that leave the devices, and so sessions and contexts beyond these, "
+        "are kept by one process for all of its devices: leave it out",
+    ),
+    (
+        {**TWO, "compile_cache_dir": "steps"},
+        "compile_cache_dir is 'steps' with 2 processes; these compile together in every start, and one that had steps "
+        "already would not take part: leave it out",
+    ),
+    (
+        {**TWO, "mesh": object()},
+        "mesh is a object with 2 processes; its devices are known only once these have met: give the sizes of its axes",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("fields", "message"), REFUSED, ids=str)
-def test_tiers_and_limits_that_cannot_work_are_refused_with_their_values(fields, message):
+def test_what_cannot_work_is_refused_with_its_values(fields, message):
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
         EngineConfig(**fields)
 

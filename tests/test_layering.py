@@ -82,7 +82,10 @@ MAY_IMPORT = {
         "jaxinfer.cluster",
     ),
     "jaxinfer.kv_tiers": ("checkpoints", "jaxinfer.config", "jaxinfer.models", "jaxinfer.params", "jaxinfer.runner"),
+    "jaxinfer.jax_settings": ("jaxinfer.config", "jaxinfer.runner"),
+    "jaxinfer.processes": ("checkpoints", "jaxinfer.config", "jaxinfer.found", "jaxinfer.engine", "jaxinfer.runner"),
     "jaxinfer.build": PACKAGES,  # the half of api that makes the parts
+    "jaxinfer.engine_process": PACKAGES,  # the program around build
     "jaxinfer.memory_plan": PACKAGES,  # what build would make, in bytes
     "jaxinfer.api": PACKAGES,
     "jaxinfer.offline": PACKAGES,  # the part of api that runs batch jobs
@@ -125,10 +128,12 @@ MAY_IMPORT = {
     "jaxinfer.ray_flags": ("jaxinfer.config",),
     "jaxinfer.batch_flags": ("jaxinfer.config", "jaxinfer.offline", "jaxinfer.ray_flags"),
     "jaxinfer.access_flags": ("jaxinfer.config",),
+    "jaxinfer.process_flags": (),
     "jaxinfer.agent_flags": ("jaxinfer.agent", "jaxinfer.api", "jaxinfer.config", "jaxinfer.types"),
     "jaxinfer.cli": (
         "jaxinfer.plan_flags",
         "jaxinfer.access_flags",
+        "jaxinfer.process_flags",
         "jaxinfer.agent_flags",
         "jaxinfer.batch_flags",
         "jaxinfer.ray_flags",
@@ -157,6 +162,7 @@ ABOVE_ALL = (
     "jaxinfer.offline",
     "jaxinfer.serving",
     "jaxinfer.build",
+    "jaxinfer.engine_process",
     "jaxinfer.memory_plan",
     "jaxinfer.doctor",
     "jaxinfer.shard_report",

@@ -50,8 +50,10 @@ class RayConfig:
         _check(self.address != "", "address is empty; give one, or leave it out")
 
     @classmethod
-    def of(cls, fields: Mapping[str, Any]) -> Self:
-        """From its fields. ConfigError where Ray is not installed, too: before anything slow."""
+    def of(cls, fields: Mapping[str, Any], *, num_processes: int) -> Self:
+        """From its fields. ConfigError where Ray is not installed, too, and for an engine of several processes: before
+        anything slow."""
+        _check(num_processes == 1, f"num_processes is {num_processes}; an engine of a Ray cluster is one process")
         if importlib.util.find_spec("ray") is None:
             raise ConfigError("engines are asked for on a cluster, and Ray is not installed: pip install jaxinfer[ray]")
         return cls(**fields)

@@ -129,13 +129,17 @@ class Ready(msgspec.Struct, tag=True):
     info: EngineInfo
 
 
+class Following(msgspec.Struct, tag=True):
+    """The same of a process without requests of its own: see `follower.py`."""
+
+
 class Failed(msgspec.Struct, tag=True):
     reason: str
 
 
 ToEngine = Submit | Abort | GetStats | SessionCommand
 FromEngine = Step | Stats | SessionReply
-ToOwner = Ready | Failed
+ToOwner = Ready | Following | Failed
 encode = msgspec.msgpack.encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
 decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode

@@ -10,6 +10,8 @@ from concurrent.futures import Future
 from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
+from jaxinfer.engine.group import ProcessLost
+from jaxinfer.engine.leading import LeadingRunner
 from jaxinfer.runner.runner import InFlight, ModelRunner, StuckStep, Unsampled
 from jaxinfer.scheduler import report
 from jaxinfer.scheduler.groups import Groups, group_of
@@ -75,7 +77,7 @@ class Engine:
 
     def __init__(
         self,
-        runner: ModelRunner,
+        runner: ModelRunner | LeadingRunner,
         scheduler: Scheduler | Groups,
         info: EngineInfo,
         *,
@@ -97,11 +99,14 @@ class Engine:
         self._num_stuck_steps = 0
         self._num_nan_requests = 0
         self._failures = 0  # since a step last succeeded
+        self._lost: ProcessLost | None = None
         self._saves: dict[str, list[Future[SessionInfo]]] = {}  # of sessions, by their ids
 
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
+        if self._lost is not None:
+            return False
         return self._in_flight is not None or self._unsampled is not None or self._scheduler.has_work
 
     def submit(self, request: Request) -> None:
@@ -165,8 +170,11 @@ class Engine:
 
         A step that fails, or takes longer than step_timeout_s, ends the requests that run with its error, and serving
         goes on with the device's state made anew; the one after MAX_FAILURES in a row raises its error. A step whose
-        logits are not numbers ends the requests that are at fault, and the others are computed again.
+        logits are not numbers ends the requests that are at fault, and the others are computed again. Where another
+        process of the engine is gone, this and every further call raises ProcessLost.
         """
+        if self._lost is not None:
+            raise self._lost
         events: list[TokenEvent] = []
         try:
             for done in self._runner.transferred():
@@ -224,6 +232,9 @@ class Engine:
         self._in_flight, self._unsampled = self._runner.sample(launched, masks.rows), None
 
     def _recover(self, error: Exception) -> list[TokenEvent]:
+        if isinstance(error, ProcessLost):
+            self._lost = error
+            raise error
         self._num_failed_steps += 1
         self._failures += 1
         if isinstance(error, StuckStep):
@@ -273,7 +284,7 @@ class Engine:
         """A snapshot. When nothing runs, it also checks that every page came back; the cache may keep any of them."""
         self._scheduler.tidy()
         found = report.stats(self._groups, self._scheduler.num_steps)
-        if not self.has_work and found.num_pages_used:
+        if self._lost is None and not self.has_work and found.num_pages_used:
             raise RuntimeError(f"nothing runs, but {found.num_pages_used} pages are held")
         return dataclasses.replace(
             found,
@@ -284,6 +295,11 @@ class Engine:
             num_stuck_steps=self._num_stuck_steps,
             num_nan_requests=self._num_nan_requests,
         )
+
+    def dismiss(self) -> None:
+        """Ends the other processes of the engine, if there are any; this one is about to end."""
+        if isinstance(self._runner, LeadingRunner):
+            self._runner.dismiss()
 
     def close(self) -> None:
         """Gives up the device's memory."""

@@ -84,6 +84,8 @@ def engine_main(
     refusals: tuple[type[Exception], ...] = (),
     *,
     step_timeout_s: float | None = None,
+    lost: queue.SimpleQueue[str] | None = None,
+    at_end: Callable[[], None] = lambda: None,
 ) -> None:
     """The engine's process: builds it, then steps while there is work, until its owner's channel closes.
 
@@ -91,6 +93,7 @@ def engine_main(
     refusals: errors of `build` that the user can put right: their message is the whole reason, without a traceback.
     step_timeout_s: a call of `Engine.step` that takes more than twice this and STEP_MARGIN_S ends the process; None: it
     may take for ever.
+    lost: why the process is to end, if something comes. at_end: called when the owner wants it to end.
     """
     # The owner decides when to stop, and its channel's end says so. A terminal and a service manager send their
     # signals to every process of a server: ended by one, the engine would cut short the streams that are to finish.
@@ -101,13 +104,15 @@ def engine_main(
     inbox: Inbox = queue.SimpleQueue()
     built = threading.Event()
     threading.Thread(target=_receive, args=(owner, front_ends, inbox, built), daemon=True).start()
+    if lost is not None:
+        threading.Thread(target=end_when_lost, args=(owner, lost), daemon=True).start()
     try:
         engine = build()
     except refusals as error:
-        _end_with(owner, str(error))
+        end_with(owner, str(error))
     except Exception as error:
         traceback.print_exc()
-        _end_with(owner, f"{type(error).__name__}: {error}")
+        end_with(owner, f"{type(error).__name__}: {error}")
     built.set()
     # What is there now stays: the collector need not look at it again.
     gc.collect()
@@ -119,11 +124,12 @@ def engine_main(
             max_step_s = 2 * step_timeout_s + STEP_MARGIN_S
             threading.Thread(target=_watch, args=(loop, owner, max_step_s), daemon=True).start()
         loop.run()
+        at_end()
     except (BrokenPipeError, ConnectionResetError):
         pass
     except Exception as error:
         traceback.print_exc()
-        _end_with(owner, f"{type(error).__name__}: {error}")
+        end_with(owner, f"{type(error).__name__}: {error}")
     os._exit(0)  # at once: a step that still runs would abort the interpreter at its own end
 
 
@@ -149,7 +155,15 @@ def _receive(owner: Channel, front_ends: Sequence[_FrontEnd], inbox: Inbox, buil
                 inbox.put((front_end, None))
 
 
-def _end_with(owner: Channel, reason: str) -> NoReturn:
+def end_when_lost(owner: Channel, lost: queue.SimpleQueue[str]) -> NoReturn:
+    """Ends the process with the first reason that comes. A thread's: a step may wait for a process that is gone."""
+    reason = lost.get()
+    print(f"jaxinfer: {reason}", file=sys.stderr)
+    end_with(owner, reason)
+
+
+def end_with(owner: Channel, reason: str) -> NoReturn:
+    """Tells the owner why this process ends, and ends it."""
     with contextlib.suppress(OSError):
         owner.put(Failed(reason))
     sys.stderr.flush()
@@ -170,7 +184,7 @@ def _watch(loop: _Loop, owner: Channel, max_step_s: float) -> None:
     reason = f"a step of the engine did not return within {max_step_s:g} s"
     print(f"{reason}; this is what its threads do:", file=sys.stderr, flush=True)
     faulthandler.dump_traceback()
-    _end_with(owner, reason)
+    end_with(owner, reason)
 
 
 class _Loop:

@@ -8,7 +8,7 @@ import subprocess
 import threading
 from collections.abc import Callable, Sequence
 
-from jaxinfer.engine.channel import Channel, Failed, Ready, decode_to_owner
+from jaxinfer.engine.channel import Channel, Failed, Following, Ready, decode_to_owner
 from jaxinfer.engine.client import EngineClient
 from jaxinfer.types import EngineDead, EngineInfo
 
@@ -41,6 +41,7 @@ class EngineProcess:
         self._looking = threading.Lock()
         self._failure: str | None = None
         self._closing = False
+        self._is_ready = False
         self._info: EngineInfo | None = None
 
     def wait_until_ready(self, check: Callable[[], None] = lambda: None) -> None:
@@ -49,10 +50,12 @@ class EngineProcess:
         check: called now and then meanwhile; what it raises ends the waiting.
         """
         first = self._first_message(check)
-        if not isinstance(first, Ready):
+        if first is None or isinstance(first, Failed):
             self.close()
             raise EngineDead(first.reason if first else f"the engine's process ended (exit code {self.exit_code})")
-        self._info = first.info
+        self._is_ready = True
+        if isinstance(first, Ready):
+            self._info = first.info
 
     @property
     def info(self) -> EngineInfo:
@@ -92,7 +95,7 @@ class EngineProcess:
     def close(self) -> None:
         """Ends the engine's process. Requests still running raise EngineDead."""
         self._closing = True
-        if self._info is None:  # it has nothing to finish, and hears nothing before JAX is loaded
+        if not self._is_ready:  # it has nothing to finish, and hears nothing before JAX is loaded
             self._process.kill()
         self._owner.end()
         try:
@@ -110,7 +113,7 @@ class EngineProcess:
         for sock in self._front_ends:
             sock.close()
 
-    def _first_message(self, check: Callable[[], None]) -> Ready | Failed | None:
+    def _first_message(self, check: Callable[[], None]) -> Ready | Following | Failed | None:
         """Waits for it; None if the process ends without one."""
         readable = select.poll()
         readable.register(self._owner, select.POLLIN)

@@ -104,7 +104,7 @@ class _Server(uvicorn.Server):
             await super().serve(sockets)
 
     @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
+    def capturesignals(self) -> Iterator[None]:
         yield
 
 
@@ -194,12 +194,13 @@ def run(main: Main) -> str | None:
     A second signal ends requests in progress at once. In a thread other than the main one there are no signals.
     """
     stop = Stop()
-    with _signals(stop):
+    with signals(stop):
         return main(stop, threading.Event())
 
 
 @contextlib.contextmanager
-def _signals(stop: Stop) -> Iterator[None]:
+def signals(stop: Stop) -> Iterator[None]:
+    """SIGINT and SIGTERM are wishes to stop."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -175,7 +175,7 @@ def pool_pages(shape: StateShape, mesh: Mesh, page_bytes: int, *, used_bytes: in
     A GPU's memory is taken whole, for what requests leave to those that begin alike; a CPU's is for others, too.
     page_bytes: of a page; used_bytes: weights and slot state. PoolError if not even one page fits.
     """
-    device = mesh.devices.flat[0]
+    device = mesh.local_devices[0]
     enough = shape.num_slots * shape.table_width  # every slot at its full length
     if device.platform == "cpu":
         available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else math.inf

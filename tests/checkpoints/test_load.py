@@ -10,7 +10,7 @@ import pytest
 
 from checkpoints import load as module
 from checkpoints import safetensors
-from checkpoints.load import load
+from checkpoints.load import held_layers, load
 from checkpoints.source import CheckpointError
 from jaxinfer.params import ParamSpec, Source
 
@@ -226,3 +226,19 @@ def test_smollm2_has_the_weights_that_transformers_reads(smollm2):
     }
     for name, digest in recorded.items():
         assert hashlib.sha256(smollm2.tensors.read(name).tobytes()).hexdigest() == digest, name
+
+
+class PartHeld:
+    """A sharding of [L, F] over layers, of which this process has the devices of some."""
+
+    def __init__(self, *layers: slice):
+        self._layers = layers
+
+    def addressable_devices_indices_map(self, _shape):
+        return {number: (layers, slice(None)) for number, layers in enumerate(self._layers)}
+
+
+def test_a_process_reads_the_layers_that_its_devices_have_and_no_others():
+    assert held_layers(PartHeld(slice(0, 2), slice(0, 2)), (6, 3)) == {0, 1}
+    assert held_layers(PartHeld(slice(2, 4), slice(4, 6)), (6, 3)) == {2, 3, 4, 5}
+    assert held_layers(PartHeld(slice(None)), (6, 3)) == set(range(6))

@@ -22,7 +22,7 @@ from tests.engine.test_process import Events
 TIMEOUT_S = 0.5
 PROGRAM = """
 import sys, time
-from jaxinfer import build
+from jaxinfer import engine_process
 from jaxinfer.engine import loop
 from jaxinfer.runner.runner import ModelRunner
 
@@ -31,7 +31,7 @@ def launch(self, plan):
 
 ModelRunner.launch = launch
 loop.STEP_MARGIN_S = 0.2
-build.main(*sys.argv[1:])
+engine_process.main(*sys.argv[1:])
 """
 
 
