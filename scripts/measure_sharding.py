@@ -6,7 +6,8 @@
 
 A section is a process of its own: a model with random weights on a mesh, without a server. Steps of 1 and of 64 rows
 after 1,024 tokens each are launched back to back; their slots are filled by real prompts. Each result has the plan's
-prediction for an H200 beside it, and the sampled tokens are compared with those of the section on one GPU.
+prediction for an H200 beside it, and what a step samples is compared with the section on one GPU: all rows of it are
+given the same tokens there.
 
 Variants of capture: `split`, graphs between XLA's own one-shot kernels of small sums; `captured`, one graph with NCCL,
 which is recorded anew at every step; `profiled`, the same with buffers that XLA keeps at their addresses.
@@ -163,7 +164,7 @@ def bytes_on(params: Mapping[str, Any], device: Any) -> int:
 def measure_variant(
     timing: Any, builder: Any, params: Any, config: Mapping[str, Any], context: int, num_steps: int
 ) -> list[dict[str, Any]]:
-    """A row for each number of rows: times, and the tokens of the timed step with the margins of their logits."""
+    """A row for each number of rows: times, and the tokens of a step of given inputs with the margins of their logits."""
     np = importlib.import_module("numpy")
     compiled, runners = (importlib.import_module(f"jaxinfer.runner.{m}") for m in ("compiled", "runner"))
     plan = importlib.import_module("jaxinfer.scheduler.plan")
@@ -183,6 +184,7 @@ def measure_variant(
                 parts[group] = plans.plan
         step = timing.of_groups(parts)
         row = {"rows": rows, "context": context, **timing.time_plan(runner, step, num_steps)}
+        force_inputs(runner, counts)
         result = runner.collect(runner.launch(step))
         logits = np.asarray(runner._state.logits).reshape(builder.num_groups, builder.shape.num_slots, -1)
         logits = np.sort(np.concatenate([of_group[:n] for of_group, n in zip(logits, counts, strict=True)]), axis=-1)
@@ -194,6 +196,17 @@ def measure_variant(
         found.append(row)
     runner.close()  # the weights stay for the next variant
     return found
+
+
+def force_inputs(runner: Any, counts: Sequence[int]) -> None:
+    """Gives rows their numbers as the tokens that come next, instead of what was sampled for them: where sums are
+    rounded otherwise a step samples another token now and then, and the next step would be another one."""
+    jax, np = importlib.import_module("jax"), importlib.import_module("numpy")
+    last = runner._state.last_token
+    tokens = np.zeros(last.shape, last.dtype).reshape(len(counts), -1)
+    for group, count in enumerate(counts):
+        tokens[group, :count] = sum(counts[:group]) + np.arange(count)
+    runner._state = runner._state.replace(last_token=jax.device_put(tokens.reshape(-1), last.sharding))
 
 
 def compare(sections: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
