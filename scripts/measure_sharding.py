@@ -164,7 +164,7 @@ def bytes_on(params: Mapping[str, Any], device: Any) -> int:
 def measure_variant(
     timing: Any, builder: Any, params: Any, config: Mapping[str, Any], context: int, num_steps: int
 ) -> list[dict[str, Any]]:
-    """A row for each number of rows: times, and the tokens of a step of given inputs with the margins of their logits."""
+    """A row for each number of rows: times, and the tokens of a step of given inputs, with their logits' margins."""
     np = importlib.import_module("numpy")
     compiled, runners = (importlib.import_module(f"jaxinfer.runner.{m}") for m in ("compiled", "runner"))
     plan = importlib.import_module("jaxinfer.scheduler.plan")

@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from jaxinfer.cluster.config import RayConfig
 from jaxinfer.config import ConfigError, EngineConfig
 
 TWO = {"num_processes": 2, "coordinator": "127.0.0.1:7"}
@@ -85,3 +86,8 @@ def test_tiers_and_limits_that_go_together_are_taken(fields):
 def test_nothing_leaves_the_device_unless_it_is_asked_for():
     config = EngineConfig()
     assert (config.kv_host_gib, config.kv_disk_dir, config.kv_disk_gib, config.step_timeout_s) == (0, None, 64, 300)
+
+
+def test_an_engine_of_several_processes_is_none_of_a_ray_cluster():
+    with pytest.raises(ConfigError, match="num_processes is 2; an engine of a Ray cluster is one process"):
+        RayConfig.of({}, num_processes=2)
