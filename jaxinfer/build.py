@@ -224,7 +224,7 @@ def _load_and_compile(
     config: EngineConfig, builder: StepBuilder, checkpoint: Checkpoint, group: Group | None, show_progress: bool
 ) -> Built:
     """See `_make`. With several processes, all have come to the same point before any of them runs what needs all."""
-    check_devices(builder.mesh, builder.abstract_state.last_token.sharding, config.num_processes)
+    check_devices(builder.mesh, config.num_processes)
     executables = Executables(open_executables(config), checkpoint.config)
     check_tensors(checkpoint, builder.model)
     working = contextlib.nullcontext() if group is None else group.working()

@@ -250,6 +250,8 @@ def _follow(args: argparse.Namespace) -> None:
 
     if args.command == "doctor":
         raise ConfigError(f"process_id is {args.process_id}; doctor reports on one process")
+    if getattr(args, "ray", False):
+        raise ConfigError(f"--ray is given, and process_id is {args.process_id}; an engine of a cluster is one process")
     serving.follow(EngineConfig(**_engine_options(args)))
 
 

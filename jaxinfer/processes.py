@@ -10,7 +10,7 @@ import platform
 from collections.abc import Callable, Iterator
 
 import jax
-from jax.sharding import Mesh, Sharding
+from jax.sharding import Mesh
 
 from checkpoints.fingerprint import fingerprint
 from jaxinfer.config import ConfigError, EngineConfig
@@ -69,19 +69,8 @@ def leaving(group: Group | None) -> Iterator[None]:
         raise
 
 
-def check_devices(mesh: Mesh, tokens: Sharding | None, num_processes: int) -> None:
-    """ConfigError for a mesh without any device of some process, and for one that process 0 could not read tokens from.
-
-    tokens: of what is sampled.
-    """
-    if num_processes == 1:
-        return
-    assert tokens is not None
-    if not tokens.is_fully_replicated:
-        raise ConfigError(
-            f"mesh {dict(mesh.shape)} has sequences on some of its devices only, whose tokens process 0 of "
-            f"{num_processes} could not read; axes that split every sequence would work: tensor, expert, pipeline"
-        )
+def check_devices(mesh: Mesh, num_processes: int) -> None:
+    """ConfigError for a mesh without any device of some process."""
     idle = sorted(set(range(num_processes)) - {device.process_index for device in mesh.devices.flat})
     if idle:
         counts = ", ".join(str(len(jax.local_devices(process_index=i))) for i in range(num_processes))

@@ -84,15 +84,15 @@ def serve(
     """
     config = EngineConfig(model=model, **options)
     server_config = ServerConfig(host=host, port=port, **(server or {}))
-    if config.process_id:
-        if not block:
-            raise ConfigError(f"process_id is {config.process_id} and block is {block}; process 0 alone has a server")
-        return follow(config, show_progress=show_progress)
     if ray is not None:
         ray_config = RayConfig.of(ray, num_processes=config.num_processes)
         from jaxinfer.cluster import serving as cluster_serving
 
         return cluster_serving.serve_replicas(config, server_config, ray_config, block=block)
+    if config.process_id:
+        if not block:
+            raise ConfigError(f"process_id is {config.process_id} and block is {block}; process 0 alone has a server")
+        return follow(config, show_progress=show_progress)
     num_front_ends = server_config.api_server_count or _front_ends_for(len(os.sched_getaffinity(0)))
     check_certificate(server_config)
     sock = http_run.bind(server_config.host, server_config.port)  # before anything slow: a port in use is known at once

@@ -1,4 +1,4 @@
-"""Every rule of the client contract has a test: one whose docstring begins with its id."""
+"""Every rule of the client contract has a test: one that has its id in the docstring's first line."""
 
 from __future__ import annotations
 

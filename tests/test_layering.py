@@ -103,6 +103,7 @@ MAY_IMPORT = {
         "jaxinfer.types",
     ),
     "jaxinfer.cluster.calls": ("jaxinfer.http",),
+    "jaxinfer.cluster.connection": ("jaxinfer.config", "jaxinfer.cluster", "jaxinfer.sharding.mesh"),
     "jaxinfer.cluster.replicas": (
         "jaxinfer.config",
         "jaxinfer.cluster",

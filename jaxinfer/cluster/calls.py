@@ -9,6 +9,9 @@ from array import array
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+import msgspec
+
+from jaxinfer.http.errors import HttpError
 from jaxinfer.http.gate import Application
 from jaxinfer.http.guard import Message
 
@@ -67,3 +70,35 @@ async def reply(app: Application, call: Call) -> AsyncIterator[list[Message]]:
         gone.set()
         with contextlib.suppress(Exception):
             await asyncio.shield(task)
+
+
+def no_home(what: str, why: str) -> HttpError:
+    """The refusal of what one replica would keep."""
+    return HttpError(400, f"{what} is not served by replicas: {why}", code="not_on_replicas")
+
+
+class _State(msgspec.Struct):
+    session_id: Any = None
+    previous_response_id: Any = None
+    store: Any = None
+
+
+_decode_state = msgspec.json.Decoder(_State).decode
+
+
+def without_state(path: str, body: bytes) -> bytes:
+    """The body of a request that leaves nothing where it is computed: a response is not stored where it does not say.
+    HttpError for one that has to find something there, or asks for it to be stored."""
+    try:
+        state = _decode_state(body)
+    except (msgspec.DecodeError, RecursionError):
+        return body  # the replica says what is wrong with it
+    if state.session_id:
+        raise no_home("session_id", "a session is on the disk of one; the prompt's beginning finds its replica anyway")
+    if path != "/v1/responses":
+        return body
+    if state.previous_response_id or state.store:
+        raise no_home("a stored response", "it is in the memory of one; send whole conversations with store false")
+    if state.store is None:
+        return msgspec.json.encode(msgspec.json.decode(body) | {"store": False})
+    return body

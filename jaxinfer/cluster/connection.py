@@ -12,6 +12,7 @@ import ray
 
 from jaxinfer.cluster.config import MAX_WORKERS, RayConfig
 from jaxinfer.config import ConfigError, EngineConfig
+from jaxinfer.sharding.mesh import ShardingError, check_sizes, parse
 
 logger = logging.getLogger(__name__)
 
@@ -74,8 +75,11 @@ def num_devices(engine: EngineConfig) -> int:
     mesh = engine.mesh
     if mesh is None:
         return engine.tensor_parallel_size
-    if isinstance(mesh, str):
-        return math.prod(int(part.partition("=")[2]) for part in mesh.split(","))
-    if isinstance(mesh, Mapping):
-        return math.prod(mesh.values())
+    try:
+        if isinstance(mesh, str):
+            return math.prod(check_sizes(parse(mesh)).values())
+        if isinstance(mesh, Mapping):
+            return math.prod(check_sizes(mesh).values())
+    except ShardingError as error:
+        raise ConfigError(str(error)) from error
     raise ConfigError("mesh is a jax.sharding.Mesh, which other machines do not have; give the sizes of its axes")

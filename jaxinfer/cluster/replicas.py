@@ -16,7 +16,6 @@ import re
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
-import msgspec
 from ray import serve
 from ray.exceptions import RayActorError
 from ray.serve.config import RequestRouterConfig
@@ -24,7 +23,7 @@ from ray.serve.exceptions import ReplicaUnavailableError
 from ray.serve.handle import DeploymentHandle
 from starlette.responses import Response
 
-from jaxinfer.cluster.calls import REPLICA_HEADER, Call, reply
+from jaxinfer.cluster.calls import REPLICA_HEADER, Call, no_home, reply, without_state
 from jaxinfer.cluster.connection import Share
 from jaxinfer.cluster.prefixes import prompt_keys
 from jaxinfer.cluster.routing import PrefixRouter
@@ -126,10 +125,9 @@ class Replica:
 class FrontDoor:
     """Reads requests, and passes on what replicas say."""
 
-    def __init__(self, replicas: DeploymentHandle, timeout_s: float | None):
+    def __init__(self, replicas: DeploymentHandle):
         self._replicas = replicas
         self._answer = replicas.options(method_name="answer", stream=True)
-        self._timeout_s = timeout_s
 
     def __serve_build_asgi_app__(self) -> Any:
         async def app(
@@ -157,9 +155,9 @@ class FrontDoor:
             text = await self._metrics()
             return await Response(text, headers={"Content-Type": CONTENT_TYPE})(scope, receive, send)
         if path.startswith(ROOMLESS) or (path.startswith("/v1/responses/")):
-            raise _no_home(path, "it is kept by one replica, and the next request may reach another")
+            raise no_home(path, "it is kept by one replica, and the next request may reach another")
         body = await read_body(scope, receive) if scope["method"] == "POST" else b""
-        _refuse_state(path, body)
+        body = without_state(path, body)
         call = Call.of(scope, body, prompt_keys(body))
         watch = asyncio.create_task(_gone(receive))
         passing = asyncio.create_task(self._try(call, send))
@@ -222,31 +220,6 @@ async def _lifespan(receive: Receive, send: Send) -> None:
             return
 
 
-def _no_home(what: str, why: str) -> HttpError:
-    return HttpError(400, f"{what} is not served by replicas: {why}", code="not_on_replicas")
-
-
-class _State(msgspec.Struct):
-    session_id: Any = None
-    previous_response_id: Any = None
-    store: Any = None
-
-
-_decode_state = msgspec.json.Decoder(_State).decode
-
-
-def _refuse_state(path: str, body: bytes) -> None:
-    """HttpError for a request that has to find, or to leave, something where it is computed."""
-    try:
-        state = _decode_state(body)
-    except (msgspec.DecodeError, RecursionError):
-        return  # the replica says what is wrong with it
-    if state.session_id:
-        raise _no_home("session_id", "a session is on the disk of one; the prompt's beginning finds its replica anyway")
-    if state.previous_response_id or (path == "/v1/responses" and state.store):
-        raise _no_home("a stored response", "it is in the memory of one; send whole conversations with store false")
-
-
 _SAMPLE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{(.*)\})? (.*)$")
 
 
@@ -293,4 +266,4 @@ def application(config: EngineConfig, server_config: ServerConfig, share: Share)
         logging_config=LOGGING,
         health_check_period_s=HEALTH_PERIOD_S,
     )
-    return door.bind(replicas.bind(config, server_config), server_config.request_timeout_s)
+    return door.bind(replicas.bind(config, server_config))

@@ -188,8 +188,8 @@ class Channel:
             return False
         return True
 
-    def receive(self) -> list[bytes]:
-        """The messages that have come. EOFError when there will be no more."""
+    def receive(self, most: int | None = None) -> list[bytes]:
+        """The messages that have come. EOFError when there will be no more, or where one has more bytes than `most`."""
         try:
             data = self._socket.recv(RECEIVE_BYTES)
         except BlockingIOError:
@@ -209,6 +209,8 @@ class Channel:
                 messages.append(bytes(unread[start + _LENGTH.size : stop]))
                 start = stop
         del self._unread[:start]
+        if most is not None and len(self._unread) > most:
+            raise EOFError
         return messages
 
     def end(self) -> None:

@@ -39,6 +39,8 @@ CONNECT_S = 5.0
 WELCOME_S = 5.0
 """How much longer than process 0 the others wait, so that they hear from it why it gave up."""
 MAX_DIFFERENCES = 4
+MAX_HELLO_BYTES = 1 << 20
+"""Of a process that is not known yet."""
 log = logging.getLogger(__name__)
 
 
@@ -121,7 +123,7 @@ def _hear(
 ) -> None:
     """Takes what has come on a channel while the processes meet."""
     try:
-        said = [decode(data) for data in channel.receive()]
+        said = [decode(data) for data in channel.receive(MAX_HELLO_BYTES)]
     except (EOFError, msgspec.DecodeError) as error:
         selector.unregister(channel)
         for number in [number for number, one in found.items() if one is channel]:
@@ -136,8 +138,10 @@ def _hear(
             continue
         number = hello.process_id
         if not 0 < number < place.num_processes or number in found:
-            known = f"there is one already, of {place.num_processes}; each has an id of its own, from 1 on"
-            _tell_all({number: channel}, Left(f"process_id is {number}: {known}"))
+            why = "there is one already" if number in found else "there is none such"
+            refusal = f"process_id is {number} of {place.num_processes}: {why}; each has an id of its own, from 1 on"
+            log.warning("a process was turned away: %s", refusal)
+            _tell_all({number: channel}, Left(refusal))
         elif differing := _differences(number, hello.facts, facts):
             _tell_all({number: channel}, Left(differing))
             raise ConfigError(differing)

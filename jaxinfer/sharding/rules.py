@@ -193,13 +193,13 @@ def check_step(num_tokens: int, mesh: AnyMesh, rules: Rules) -> None:
 
 
 def check_scored(mesh: AnyMesh, rules: Rules) -> None:
-    """ShardingError for rows or tokens that are split over devices: a prompt's scores need all of its hidden states."""
+    """ShardingError for rows or tokens that are split over devices: scores are those of a step that has all of both."""
     over = split(mesh, rules)
     for mine in (ROWS, TOKENS):
         if mine in over:
             raise ShardingError(
-                f"enable_prompt_logprobs is set, and mesh axis {' and '.join(over[mine])} splits {mine}, so that no "
-                "device has all of a prompt: other axes would work, or leave it out"
+                f"enable_prompt_logprobs is set, and mesh axis {' and '.join(over[mine])} splits {mine}, which prompts "
+                "that are scored need undivided: other axes would work, or leave it out"
             )
 
 

@@ -133,11 +133,37 @@ def test_an_id_that_is_taken_is_refused_and_the_others_meet():
     with ThreadPoolExecutor(4) as pool:
         met = [pool.submit(meet, first, FACTS), pool.submit(meet, second, FACTS)]
         time.sleep(0.2)
-        with pytest.raises(ConfigError, match="^process_id is 1: there is one already"):
+        with pytest.raises(ConfigError, match="^process_id is 1 of 3: there is one already"):
             meet(second, FACTS)
         met.append(pool.submit(meet, third, FACTS))
         found = [one.result() for one in met]
     assert [sorted(one.channels) for one in found] == [[1, 2], [0], [0]]
+    close(*found)
+
+
+def test_an_id_that_there_is_not_is_refused_by_the_number_of_processes():
+    first, second = places(2)
+    with ThreadPoolExecutor(2) as pool:
+        met = [pool.submit(meet, first, FACTS)]
+        with pytest.raises(ConfigError, match="^process_id is 7 of 2: there is none such"):
+            meet(second._replace(process_id=7), FACTS)
+        met.append(pool.submit(meet, second, FACTS))
+        found = [one.result() for one in met]
+    assert [sorted(one.channels) for one in found] == [[1], [0]]
+    close(*found)
+
+
+def test_a_stranger_that_announces_a_long_message_is_not_listened_to():
+    first, second = places(2)
+    with ThreadPoolExecutor(2) as pool:
+        met = [pool.submit(meet, first, FACTS)]
+        wait_until(lambda: connects(first))
+        with socket.create_connection((first.host, first.port)) as stranger, pytest.raises(OSError):
+            stranger.sendall(b"\xff\xff\xff\xff")
+            for _ in range(1000):
+                stranger.sendall(bytes(1 << 20))
+        met.append(pool.submit(meet, second, FACTS))
+        found = [one.result() for one in met]
     close(*found)
 
 

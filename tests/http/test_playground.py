@@ -222,6 +222,29 @@ def test_every_number_that_the_page_shows_is_the_servers(server, run_script):
         assert sum(bucket["count"] for bucket in shown[key]) == samples[f"{name}_seconds_count"].value > 0
 
 
+def test_numbers_of_replicas_are_those_of_all_of_them(server, run_script):
+    server.complete(n=2, max_tokens=5)
+    alone = server.metrics()
+    text = "\n".join(
+        re.sub(r"^(jaxinfer:\w+)(?:\{(.*)\})? ", rf'\1{{\2,replica="{replica}"}} ', line).replace("{,", "{")
+        for line in alone.splitlines()
+        for replica in "ab"
+    )
+    code = """
+        import { parseMetrics, snapshot } from "numbers.js";
+        VALUES;
+        console.log(JSON.stringify([alone, text].map((each) => snapshot(parseMetrics(each), 7))));
+    """
+    one, two = run_script(code, alone=alone, text=text)
+    same = {"at_s", "model", "hasPrefixCache", "pagesUsed"}
+    histograms = {"firstToken", "betweenTokens"}
+    assert one["finished"] >= 2 and {key: two[key] for key in same} == {key: one[key] for key in same}
+    for key in one.keys() - same - histograms:
+        assert two[key] == 2 * one[key], key
+    for key in histograms:
+        assert [b["count"] for b in two[key]] == [2 * b["count"] for b in one[key]]
+
+
 def test_an_answer_that_lacks_a_number_is_refused_by_name(run_script):
     code = """
         import { parseMetrics, snapshot } from "numbers.js";

@@ -30,39 +30,49 @@ function toNumber(text) {
 
 /** What the page shows of one answer of /metrics, which came at `at_s` of the page's clock. Throws if it is not one. */
 export function snapshot(samples, at_s) {
-  const first = (name) => {
+  const all = (name) => {
     const found = samples.get(name);
     if (!found) throw new Error(`/metrics has no ${PREFIX}${name}`);
-    return found[0];
+    return found;
   };
-  const cache = first("cache_config_info").labels;
-  const reasons = samples.get("request_success_total") ?? [];
+  // Replicas behind one address have a sample each.
+  const sum = (name) => total(all(name).map(({ value }) => value));
+  const mean = (name) => sum(name) / all(name).length;
+  const caches = all("cache_config_info").map(({ labels }) => labels);
   return {
     at_s,
-    model: cache.model_name,
-    numPages: Number(cache.num_gpu_blocks),
-    hasPrefixCache: cache.enable_prefix_caching === "True",
-    running: first("num_requests_running").value,
-    waiting: first("num_requests_waiting").value,
-    pagesUsed: first("kv_cache_usage_perc").value,
-    pagesKept: first("prefix_cache_pages").value,
-    inputTokens: first("prompt_tokens_total").value,
-    outputTokens: first("generation_tokens_total").value,
-    lookedUp: first("prefix_cache_queries_total").value,
-    hits: first("prefix_cache_hits_total").value,
-    finished: reasons.reduce((sum, sample) => sum + sample.value, 0),
+    model: caches[0].model_name,
+    numPages: total(caches.map((cache) => Number(cache.num_gpu_blocks))),
+    hasPrefixCache: caches[0].enable_prefix_caching === "True",
+    running: sum("num_requests_running"),
+    waiting: sum("num_requests_waiting"),
+    pagesUsed: mean("kv_cache_usage_perc"),
+    pagesKept: sum("prefix_cache_pages"),
+    inputTokens: sum("prompt_tokens_total"),
+    outputTokens: sum("generation_tokens_total"),
+    lookedUp: sum("prefix_cache_queries_total"),
+    hits: sum("prefix_cache_hits_total"),
+    finished: total((samples.get("request_success_total") ?? []).map(({ value }) => value)),
     firstToken: histogram(samples, "time_to_first_token_seconds"),
     betweenTokens: histogram(samples, "inter_token_latency_seconds"),
   };
 }
 
+function total(numbers) {
+  return numbers.reduce((sum, number) => sum + number, 0);
+}
+
 /** Upper bounds, and how many observations each has, those of lower bounds not included. */
 function histogram(samples, name) {
+  const upTo = new Map(); // of all replicas together, by upper bound
+  for (const { labels, value } of samples.get(`${name}_bucket`) ?? []) {
+    upTo.set(labels.le, (upTo.get(labels.le) ?? 0) + value);
+  }
   let below = 0;
-  return (samples.get(`${name}_bucket`) ?? []).map(({ labels, value }) => {
+  return [...upTo].map(([bound, value]) => {
     const count = value - below;
     below = value;
-    return { bound: toNumber(labels.le), count };
+    return { bound: toNumber(bound), count };
   });
 }
 
