@@ -394,3 +394,9 @@ def test_help_and_wrong_usage_do_not_wait_for_jax(args):
     code = "import sys\nfrom jaxinfer import cli\ntry:\n cli.main(sys.argv[1:])\nfinally:\n print('jax' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout.splitlines()[-1] == "False", done.stderr
+
+
+def test_a_following_process_is_no_engine_of_a_cluster(capsys):
+    where = ["--coordinator", "127.0.0.1:9", "--num-processes", "2", "--process-id", "1"]
+    assert cli.main(["serve", "--ray", *where]) == cli.EXIT_FAILED
+    assert "--ray is given, and process_id is 1; an engine of a cluster is one process" in capsys.readouterr().err
