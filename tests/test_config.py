@@ -60,7 +60,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("fields", "message"), REFUSED, ids=str)
+@pytest.mark.parametrize(("fields", "message"), REFUSED, ids=[message for _, message in REFUSED])
 def test_what_cannot_work_is_refused_with_its_values(fields, message):
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
         EngineConfig(**fields)
