@@ -67,7 +67,7 @@ def test_a_gpus_memory_is_taken_whole_whatever_the_slots_need():
     def pages(fitting: int) -> int:
         stats = {"bytes_limit": cache.GPU_RESERVE_BYTES + 5 * page_bytes + (fitting + 1) * page_bytes}
         device = SimpleNamespace(platform="gpu", memory_stats=lambda: stats)
-        mesh = SimpleNamespace(size=1, devices=np.array([device]))
+        mesh = SimpleNamespace(size=1, local_devices=[device])
         return cache.pool_pages(shape, mesh, page_bytes, used_bytes=2 * page_bytes, temp_bytes=3 * page_bytes)
 
     assert shape.num_slots * shape.table_width < 1000
