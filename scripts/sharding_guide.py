@@ -154,7 +154,7 @@ def measure_card() -> Card:
     return Card(memory, read, flops, 2**23 / max(large_s - small_s, 1e-9), small_s, "measured by this guide")
 
 
-CARDS["here"] = measure_card()  # type: ignore[index]
+CARDS["here"] = measure_card()
 print(CARDS["here"])
 
 # %% [markdown]

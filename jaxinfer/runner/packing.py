@@ -18,14 +18,10 @@ NOTHING = np.zeros(0, np.int32)
 
 def steps(packed: Sequence[np.ndarray], size: int) -> np.ndarray:
     """Inputs of a step, of each group padded to `size`."""
-    return np.concatenate([padded(of_group, size) for of_group in packed])
-
-
-def padded(packed: np.ndarray, size: int) -> np.ndarray:
-    """With zeros behind it."""
-    found = np.zeros(size, np.int32)
-    found[: len(packed)] = packed
-    return found
+    found = np.zeros((len(packed), size), np.int32)
+    for row, of_group in zip(found, packed, strict=True):
+        row[: len(of_group)] = of_group
+    return found.reshape(-1)
 
 
 def prefixes(
@@ -33,7 +29,7 @@ def prefixes(
 ) -> np.ndarray:
     """A prefix of each group, with the inputs of the step that follows, which are padded to `size`."""
     packs = [inputs.pack_prefix(prefix, table_width=shape.table_width) for prefix in of_groups]
-    rest = [padded(of_group, size) for of_group in packed]
+    rest = steps(packed, size).reshape(len(packed), size)
     return np.concatenate([*chain.from_iterable(zip(packs, rest, strict=True))])
 
 
@@ -89,8 +85,9 @@ def results(plan: StepPlan, tokens: np.ndarray, logprobs: np.ndarray | None) -> 
     """Takes apart what is kept of the slots of all groups, and was read: tokens [N + 1] of each; and, if any row asked,
     logprobs [N + 1, 1 + 2k]."""
     num_groups = len(plan.parts)
-    of_groups = [None] * num_groups if logprobs is None else np.split(logprobs, num_groups)
-    found = [_result(*each) for each in zip(plan.parts, np.split(tokens, num_groups), of_groups, strict=True)]
+    of_groups = [None] * num_groups if logprobs is None else logprobs.reshape(num_groups, -1, logprobs.shape[1])
+    tokens = tokens.reshape(num_groups, -1)
+    found = [_result(*each) for each in zip(plan.parts, tokens, of_groups, strict=True)]
     return StepResult(plan.step, {}, {}, found) if plan.groups else found[0]
 
 

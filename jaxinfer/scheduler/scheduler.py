@@ -1,6 +1,6 @@
-"""Scheduler: decides what each step computes. Host integers only; it never pads and never waits.
-
-That it runs ahead of the device has consequences, which the package lists."""
+"""Decides what each step computes, ahead of the device (what follows from that, the package lists). Host integers only;
+it never pads and never waits.
+"""
 
 from __future__ import annotations
 

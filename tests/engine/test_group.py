@@ -7,6 +7,7 @@ import dataclasses
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -153,31 +154,30 @@ def test_an_id_that_there_is_not_is_refused_by_the_number_of_processes():
     close(*found)
 
 
-def test_a_stranger_that_announces_a_long_message_is_not_listened_to():
+@contextlib.contextmanager
+def stranger() -> Iterator[socket.socket]:
+    """A connection to process 0 while it waits. Then process 1 comes, and the two meet all the same."""
     first, second = places(2)
-    with ThreadPoolExecutor(2) as pool:
-        met = [pool.submit(meet, first, FACTS)]
+    with ThreadPoolExecutor(1) as pool:
+        met = pool.submit(meet, first, FACTS)
         wait_until(lambda: connects(first))
-        with socket.create_connection((first.host, first.port)) as stranger, pytest.raises(OSError):
-            stranger.sendall(b"\xff\xff\xff\xff")
-            for _ in range(1000):
-                stranger.sendall(bytes(1 << 20))
-        met.append(pool.submit(meet, second, FACTS))
-        found = [one.result() for one in met]
+        with socket.create_connection((first.host, first.port)) as one:
+            yield one
+            found = [meet(second, FACTS), met.result()]
+    assert [sorted(one.channels) for one in found] == [[0], [1]]
     close(*found)
+
+
+def test_a_stranger_that_announces_a_long_message_is_not_listened_to():
+    with stranger() as one, pytest.raises(OSError):
+        one.sendall(b"\xff\xff\xff\xff")
+        for _ in range(1000):
+            one.sendall(bytes(1 << 20))
 
 
 def test_a_stranger_at_the_coordinators_address_keeps_nobody_from_meeting():
-    first, second = places(2)
-    with ThreadPoolExecutor(2) as pool:
-        met = [pool.submit(meet, first, FACTS)]
-        wait_until(lambda: connects(first))
-        with socket.create_connection((first.host, first.port)) as stranger:
-            stranger.sendall(b"\x00\x00\x00\x04GET ")
-            met.append(pool.submit(meet, second, FACTS))
-            found = [one.result() for one in met]
-    assert [sorted(one.channels) for one in found] == [[1], [0]]
-    close(*found)
+    with stranger() as one:
+        one.sendall(b"\x00\x00\x00\x04GET ")
 
 
 def connects(place: Place) -> bool:
