@@ -12,7 +12,7 @@ from checkpoints.resolve import Checkpoint
 from jaxinfer.config import ConfigError, EngineConfig
 from jaxinfer.models.model import Model
 from jaxinfer.params import shard_bytes
-from jaxinfer.runner import cache
+from jaxinfer.runner import cache, peers
 from jaxinfer.runner.disk_pages import DiskPages
 from jaxinfer.runner.long_context import LongContext
 from jaxinfer.runner.page_file import BLOCK_BYTES
@@ -87,6 +87,7 @@ def _size_pool(config: EngineConfig, builder: StepBuilder, temp_bytes: Callable[
     temp = temp_bytes(builder) if builder.platform == "gpu" else 0
     state = builder.abstract_state
     used = cache.slot_bytes(state) + shard_bytes(builder.abstract_params)
+    used += peers.inbox_bytes(mesh) if builder.writes_to_peers else 0
     pages = cache.pool_pages(shape, mesh, cache.page_bytes(state), used_bytes=used, temp_bytes=temp)
     return dataclasses.replace(builder, shape=dataclasses.replace(shape, num_pages=pages))
 

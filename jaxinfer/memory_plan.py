@@ -9,7 +9,7 @@ from jaxinfer.config import EngineConfig
 from jaxinfer.found import find_model
 from jaxinfer.kv_tiers import size_memory
 from jaxinfer.params import shard_bytes
-from jaxinfer.runner import cache
+from jaxinfer.runner import cache, peers
 from jaxinfer.runner.compiled import largest_temp_bytes
 from jaxinfer.runner.executables import Executables
 from jaxinfer.runner.long_context import LongContext
@@ -65,6 +65,9 @@ def plan_memory(config: EngineConfig) -> list[MemoryPart]:
         MemoryPart("penalties and biases", penalties, f"of {shape.num_slots} sequences"),
         MemoryPart("page tables and sampling", cache.slot_bytes(state) - logits - penalties - recurrent),
     ]
+    if builder.writes_to_peers:
+        inboxes = peers.inbox_bytes(builder.mesh)
+        parts.append(MemoryPart("inboxes", inboxes, f"that {builder.mesh.size} devices write to, for sums"))
     if recurrent:
         detail = f"of {shape.num_slots} sequences, and {shape.num_states} copies for the prefix cache"
         parts.insert(2, MemoryPart("recurrent states", recurrent, detail))

@@ -1,4 +1,4 @@
-"""Times decode steps of whole models on one GPU and on two, with three ways of capturing their collectives.
+"""Times decode steps of whole models on one GPU and on two, with four ways to sum over them.
 
     python scripts/measure_sharding.py --out sharding.json             # all sections, on two H200s
     python scripts/measure_sharding.py --sections qwen3-32b-1 --out sharding.json
@@ -9,8 +9,10 @@ after 1,024 tokens each are launched back to back; their slots are filled by rea
 prediction for an H200 beside it, and what a step samples is compared with the section on one GPU: all rows of it are
 given the same tokens there.
 
-Variants of capture: `split`, graphs between XLA's own one-shot kernels of small sums; `captured`, one graph with NCCL,
-which is recorded anew at every step; `profiled`, the same with buffers that XLA keeps at their addresses.
+Variants of sums: `written`, kernels of ours that write into the other GPU's memory, in the graph like all others: what
+the engine takes where it can. The others are XLA's collectives: `split`, graphs between its own one-shot kernels of
+small sums; `captured`, one graph with NCCL, which is recorded anew at every step; `profiled`, the same with buffers that
+XLA keeps at their addresses.
 """
 
 from __future__ import annotations
@@ -46,6 +48,7 @@ TINY_WIDTHS = {"num_attention_heads": 8, "num_key_value_heads": 4, "intermediate
 CAPTURED = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,DYNAMIC_SLICE_FUSION,WHILE,COLLECTIVES"
 _ONE_GRAPH = {"xla_gpu_enable_command_buffer": CAPTURED, "xla_gpu_experimental_use_collective_kernels": ""}
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
+    "written": {},
     "split": {},
     "captured": {**_ONE_GRAPH, "xla_gpu_command_buffer_update_mode": "ALWAYS_UPDATE"},
     "profiled": {**_ONE_GRAPH, "xla_gpu_command_buffer_update_mode": "SKIP_PROFILED"},
@@ -65,16 +68,18 @@ class Section(NamedTuple):
 
 _PROFILED = "--xla_gpu_command_buffer_update_mode=SKIP_PROFILED"  # its allocator is chosen when the process starts
 SECTIONS: Mapping[str, Section] = {
-    "qwen3-32b-1": Section("qwen3-32b", "tensor=1", ("split",)),
-    "qwen3-32b-2": Section("qwen3-32b", "tensor=2", ("split", "captured")),
+    "qwen3-32b-1": Section("qwen3-32b", "tensor=1", ("written",)),
+    "qwen3-32b-2": Section("qwen3-32b", "tensor=2", ("written", "split", "captured")),
     "qwen3-32b-2-profiled": Section("qwen3-32b", "tensor=2", ("profiled",), _PROFILED),
-    "qwen3-32b-data": Section("qwen3-32b", "data=2", ("split",)),
-    "qwen3-32b-pipeline": Section("qwen3-32b", "pipeline=2", ("split", "captured")),
-    "qwen3-30b-a3b-1": Section("qwen3-30b-a3b", "tensor=1", ("split",)),
-    "qwen3-30b-a3b-2": Section("qwen3-30b-a3b", "expert=2", ("split", "captured")),
+    "qwen3-32b-data": Section("qwen3-32b", "data=2", ("written",)),
+    "qwen3-32b-pipeline": Section("qwen3-32b", "pipeline=2", ("written", "captured")),
+    "qwen3-30b-a3b-1": Section("qwen3-30b-a3b", "tensor=1", ("written",)),
+    "qwen3-30b-a3b-2": Section("qwen3-30b-a3b", "expert=2", ("written", "split", "captured")),
     "qwen3-30b-a3b-2-profiled": Section("qwen3-30b-a3b", "expert=2", ("profiled",), _PROFILED),
-    "qwen3-30b-a3b-data": Section("qwen3-30b-a3b", "data=2", ("split",)),
-    "qwen3-30b-a3b-data-attention": Section("qwen3-30b-a3b", "expert=2", ("split", "captured"), rules="data-attention"),
+    "qwen3-30b-a3b-data": Section("qwen3-30b-a3b", "data=2", ("written",)),
+    "qwen3-30b-a3b-data-attention": Section(
+        "qwen3-30b-a3b", "expert=2", ("written", "captured"), rules="data-attention"
+    ),
 }
 """Expected of each on H200s: JAX's start 8 s, weights 5, compilation 5 to 10 a variant, steps 3 a variant."""
 ROWS, CONTEXT, CHUNK = (1, 64), 1024, 512
@@ -95,6 +100,7 @@ def measure(name: str, *, tiny: bool, num_steps: int) -> dict[str, Any]:
     config = model_config(section, tiny=tiny)
     jax, timing = importlib.import_module("jax"), importlib.import_module("step_timing")
     compiled, report = (importlib.import_module(f"jaxinfer.{m}") for m in ("runner.compiled", "sharding.report"))
+    dataclasses, peers = (importlib.import_module(m) for m in ("dataclasses", "jaxinfer.runner.peers"))
     meshes = importlib.import_module("jaxinfer.sharding.mesh")
     if jax.default_backend() != ("cpu" if tiny else "gpu"):
         raise SystemExit(f"measure_sharding: JAX runs on {jax.default_backend()}; --tiny is for the CPU, and only that")
@@ -121,8 +127,12 @@ def measure(name: str, *, tiny: bool, num_steps: int) -> dict[str, Any]:
     }  # fmt: skip
     found["planned_weights_bytes"] = sum(planned[1].weights.values())
     for variant in section.variants:
-        with mock.patch.dict(compiled.GPU_OPTIONS, VARIANTS[variant]):
-            rows = measure_variant(timing, builder, params, config, context, num_steps)
+        reachable = peers.reachable if variant == "written" else lambda _: False
+        with (
+            mock.patch.dict(compiled.GPU_OPTIONS, VARIANTS[variant]),
+            mock.patch.object(peers, "reachable", reachable),
+        ):
+            rows = measure_variant(timing, dataclasses.replace(builder), params, config, context, num_steps)
         for row in rows:
             plan = planned[row["rows"]]
             row["predicted_ms"] = round(plan.decode.total_s * 1e3, 4)
@@ -226,7 +236,8 @@ def compare(sections: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
                     **line,
                 }
                 if base is not None and base is not section:
-                    (one,) = [r for r in base["variants"]["split"] if r["rows"] == row["rows"]]
+                    (only,) = base["variants"].values()
+                    (one,) = [r for r in only if r["rows"] == row["rows"]]
                     pairs = zip(row["tokens"], one["tokens"], one["margins"], strict=True)
                     margins = [margin for ours, theirs, margin in pairs if ours != theirs]
                     line |= {

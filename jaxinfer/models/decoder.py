@@ -92,7 +92,7 @@ def _forward(
         x = _layers(c, params, x, rotary, mine, place, repeats=pattern(c).repeats // num_stages)
         if turn < num_stages - 1:
             x = jax.lax.ppermute(x, axes, [(turn, turn + 1)])
-    return jax.lax.psum(jnp.where(stage == num_stages - 1, x, 0), axes)
+    return place.sum(jnp.where(stage == num_stages - 1, x, 0), axes)
 
 
 def _layers(

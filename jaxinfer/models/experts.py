@@ -118,6 +118,6 @@ def block(
         parts = [(y, tuple(axis for axis in axes if axis not in gathered))]
         if h is not None:
             parts.append((linear(h, params["shared_down"], layer, **how), place.over("mlp")))
-        return layers.add_parts(x, parts)
+        return layers.add_parts(x, parts, place)
 
     return run

@@ -28,11 +28,13 @@ def add_product(
     axes = place.over(over)
     if not axes:
         return linear(x, weight, layer, bias=bias, residual=residual, **how)
-    y = jax.lax.psum(linear(x, weight, layer, **how), axes)
-    return residual + (y if bias is None else y + bias[layer])
+    y = linear(x, weight, layer, **how)
+    if bias is None:
+        return place.sum(y, axes, residual)
+    return residual + (place.sum(y, axes) + bias[layer])
 
 
-def add_parts(residual: jax.Array, parts: Sequence[tuple[jax.Array, tuple[str, ...]]]) -> jax.Array:
+def add_parts(residual: jax.Array, parts: Sequence[tuple[jax.Array, tuple[str, ...]]], place: Placement) -> jax.Array:
     """residual [T, D] + the results of these parts, each [T, D] and split over mesh axes of its own, by one sum.
 
     Over an axis of another part, devices have the same result, of which one counts.
@@ -42,7 +44,7 @@ def add_parts(residual: jax.Array, parts: Sequence[tuple[jax.Array, tuple[str, .
     for y, own in parts:
         others = tuple(axis for axis in axes if axis not in own)
         total += jnp.where(jax.lax.axis_index(others) == 0, y, 0) if others else y
-    return residual + (jax.lax.psum(total, axes) if axes else total)
+    return place.sum(total, axes, residual) if axes else residual + total
 
 
 def embed(tokens: jax.Array, table: jax.Array, place: Placement) -> jax.Array:
@@ -53,7 +55,7 @@ def embed(tokens: jax.Array, table: jax.Array, place: Placement) -> jax.Array:
     local = tokens - jax.lax.axis_index(axes) * table.shape[0]
     mine = (local >= 0) & (local < table.shape[0])
     rows = table[jnp.clip(local, 0, table.shape[0] - 1)]
-    return jax.lax.psum(jnp.where(mine[:, None], rows, 0), axes)
+    return place.sum(jnp.where(mine[:, None], rows, 0), axes)
 
 
 def unembed(x: jax.Array, norm: Norm, table: jax.Array, place: Placement) -> jax.Array:

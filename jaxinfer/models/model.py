@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 import jax
 
 from jaxinfer.params import Params, Specs
+from pallas_kernels.all_reduce.api import Peers, all_reduce
 from pallas_kernels.delta_rule.api import DeltaWeights
 from pallas_kernels.dispatch import Target
 from pallas_kernels.kv_write.api import HeadNorms
@@ -25,10 +26,15 @@ class Placement(NamedTuple):
     split: Mapping[str, tuple[str, ...]] = MappingProxyType({})
     """Mesh axes that a logical axis is split over. What a product over such an axis gives is summed over these."""
     counters: jax.Ref | None = None  # int32 zeros for the kernels whose programs share results; zeros between kernels
+    peers: Peers | None = None  # how kernels write to other devices; None: they cannot
 
     def over(self, logical: str) -> tuple[str, ...]:
         """Mesh axes that a logical axis is split over; none where every device has all of it."""
         return self.split.get(logical, ())
+
+    def sum(self, x: jax.Array, axes: tuple[str, ...], residual: jax.Array | None = None) -> jax.Array:
+        """x [T, D] summed over the devices along mesh axes, plus `residual` [T, D], which all of them have."""
+        return all_reduce(x, axes, residual=residual, peers=self.peers, target=self.target)
 
 
 class Attend(Protocol):

@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxinfer.models.model import CacheShape, RecurrentShape
 from jaxinfer.params import shard_bytes
 from jaxinfer.runner import inputs
+from jaxinfer.runner.peers import PeerState
 from jaxinfer.runner.sampling import num_top
 from jaxinfer.sharding import rules
 from pallas_kernels.delta_rule.api import TAPS
@@ -60,6 +61,7 @@ class DeviceState:
     output_counts: jax.Array  # [N + 1, V] int32: occurrences in the output, for slots with penalties
     in_prompt: jax.Array  # [N + 1, V] bool: whether the prompt holds the token, for slots with penalties
     logit_bias: jax.Array  # [N + 1, V] float32, for slots with a bias
+    peers: PeerState | None = None  # None: devices do not write into each other's memory
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -22,6 +22,7 @@ from jaxinfer.runner.compiled import Programs, Progress
 from jaxinfer.runner.disk_pages import DiskPages
 from jaxinfer.runner.host_pages import HostPages
 from jaxinfer.runner.page_file import BLOCK_BYTES
+from jaxinfer.runner.peers import Inboxes
 from jaxinfer.runner.step import StepBuilder
 from jaxinfer.scheduler.plan import (
     CachedPrefix,
@@ -90,6 +91,7 @@ class ModelRunner:
         self._programs = programs
         self._host: long_context.HostContext | None = None
         self._scores: jax.Array | None = None  # of the step that was launched last, until it is read
+        self._inboxes = Inboxes(builder.mesh) if builder.writes_to_peers else None
         self._make_state()
         self._make_host()
         self._around_holes = cache.make_holes(self._hole_sizes()) if builder.platform != "cpu" else []
@@ -204,10 +206,13 @@ class ModelRunner:
         if self._tier is not None:
             self._tier.close()
         del self._programs, self._params, self._state, self._staged, self._rows, self._host, self._around_holes
+        del self._inboxes
 
     def _make_state(self) -> None:
         inputs, rows = self._builder.abstract_inputs, self._builder.abstract_rows
         self._state = cache.zeros(self._builder.abstract_state)
+        if self._inboxes is not None:
+            self._state = self._state.replace(peers=self._inboxes.new_state())
         self._staged = jnp.zeros_like(inputs, device=inputs.sharding)
         self._rows = jnp.zeros_like(rows, device=rows.sharding)  # of decode steps
 

@@ -13,11 +13,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxinfer.models.model import Memory, Model, Placement
 from jaxinfer.params import Params, abstract_params
-from jaxinfer.runner import inputs, long_context, sampling, scoring
+from jaxinfer.runner import inputs, long_context, peers, sampling, scoring
 from jaxinfer.runner.buckets import Bucket
 from jaxinfer.runner.cache import DeviceState, StateShape
 from jaxinfer.runner.long_context import HostContext, LongContext
-from jaxinfer.runner.step_memory import TokenPart, paged_attend, slot_recur
+from jaxinfer.runner.step_memory import TokenPart, paged_attend, paged_rows, slot_recur
 from jaxinfer.sharding import rules
 from pallas_kernels.delta_rule.api import DeltaPools, SlotRows
 from pallas_kernels.dispatch import Target
@@ -81,6 +81,11 @@ class StepBuilder:
             return self.target_of_plan
         return Target.of(self.mesh.devices.flat[0])
 
+    @functools.cached_property
+    def writes_to_peers(self) -> bool:
+        """Whether kernels write into the memory of other devices."""
+        return self.target_of_plan is None and peers.reachable(self.mesh)
+
     @property
     def num_groups(self) -> int:
         """Groups of devices that have sequences of their own."""
@@ -89,7 +94,8 @@ class StepBuilder:
     @property
     def abstract_state(self) -> DeviceState:
         """Shapes, dtypes and shardings of the state."""
-        return self.shape.abstract(self.mesh, self.axis_rules)
+        state = self.shape.abstract(self.mesh, self.axis_rules)
+        return state.replace(peers=peers.abstract(self.mesh)) if self.writes_to_peers else state
 
     @property
     def abstract_params(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -331,13 +337,14 @@ class StepBuilder:
     ) -> tuple[DeviceState, jax.Array, Placement]:
         """The state after the step, and its hidden states [T, D]."""
         state = self._update(state, step)
-        rows = self._rows(state, step)
+        rows = paged_rows(state, step, self.shape.page_size)
         tokens = state.last_token[step.slot[rows.token_row]]  # NO_TOKEN reads some row of the table: to no end
         if step.tokens is not None:
             tokens = jnp.where(step.tokens < 0, tokens, step.tokens)
         pools = jax.new_ref(state.k_pages), jax.new_ref(state.v_pages)
         max_query_len = 1 if step.tokens is None else step.tokens.shape[0]
-        place = Placement(self.target, split, self._counters())
+        others = None if state.peers is None else state.peers.open(self.mesh)
+        place = Placement(self.target, split, self._counters(), others)
         part = TokenPart.of(split.get(rules.TOKENS, ()), tokens.shape[0])
 
         num_heads = self.model.num_heads * state.k_pages.shape[3] // self.shape.cache.num_kv_heads
@@ -365,7 +372,9 @@ class StepBuilder:
         if states is not None:
             state = state.replace(recurrent=jax.freeze(states.state), conv=jax.freeze(states.conv))
         last = jnp.maximum(rows.query_start + rows.query_len - 1, 0)
-        logits = self.model.logits(params, part.find(hidden, last), place)
+        logits = self.model.logits(params, part.find(hidden, last, place), place)
+        if others is not None:
+            state = state.replace(peers=state.peers.close(others))
         slots = jnp.where(step.samples, step.slot, self.shape.num_slots)
         return self._keep(state, slots, step.context_len + step.query_len, logits), hidden, place
 
@@ -381,21 +390,6 @@ class StepBuilder:
             slots, fields = step.sampling
             state = state.replace(sampling=state.sampling.at[slots].set(fields))
         return state
-
-    def _rows(self, state: DeviceState, step: inputs.StepInputs) -> PagedRows:
-        ends = jnp.cumsum(step.query_len)
-        start = ends - step.query_len
-        if step.tokens is None:
-            start = row = jnp.arange(step.slot.shape[0])
-            real = step.query_len > 0
-        else:
-            token = jnp.arange(step.tokens.shape[0])
-            row = jnp.minimum(jnp.searchsorted(ends, token, side="right", method="compare_all"), step.slot.shape[0] - 1)
-            real = token < ends[-1]
-        position = jnp.where(real, step.context_len[row] + (jnp.arange(row.shape[0]) - start[row]), 0)
-        table = state.page_table[step.slot]
-        page = jnp.where(real, table[row, position // self.shape.page_size], 0)
-        return PagedRows(table, start, step.query_len, step.context_len, row, position, page)
 
     def _keep(self, state: DeviceState, slot: jax.Array, position: jax.Array, logits: jax.Array) -> DeviceState:
         """Writes the likeliest tokens to the slots of rows, and keeps what the sampler would need.

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxinfer.models.model import Attend, Placement, Recur
+from jaxinfer.runner.cache import DeviceState
+from jaxinfer.runner.inputs import StepInputs
 from pallas_kernels.delta_rule.api import DeltaPools, SlotRows, delta_rule
 from pallas_kernels.delta_rule.api import plan as plan_delta
 from pallas_kernels.kv_write.api import kv_write
@@ -40,14 +42,14 @@ class TokenPart(NamedTuple):
         """[T, ...] of what every device has for its own tokens."""
         return jax.lax.all_gather(array, self.axes, tiled=True) if self.axes else array
 
-    def find(self, array: jax.Array, index: jax.Array) -> jax.Array:
+    def find(self, array: jax.Array, index: jax.Array, place: Placement) -> jax.Array:
         """Rows `index` [R], of T, of what every device has for its own tokens."""
         if not self.axes:
             return array[index]
         local = index - self.first
         mine = (local >= 0) & (local < self.num_tokens)
         found = array[jnp.clip(local, 0, self.num_tokens - 1)]
-        return jax.lax.psum(jnp.where(mine[:, None], found, 0), self.axes)
+        return place.sum(jnp.where(mine[:, None], found, 0), self.axes)
 
     def rows(self, rows: PagedRows) -> PagedRows:
         """Of the rows of a step what lies in this run; what comes before it is context by then."""
@@ -58,6 +60,23 @@ class TokenPart(NamedTuple):
         before = jnp.clip(self.first - rows.query_start, 0, rows.query_len)
         tokens = map(self.take, (rows.token_row, rows.token_position, rows.token_page))
         return PagedRows(rows.page_table, start, end - start, rows.context_len + before, *tokens)
+
+
+def paged_rows(state: DeviceState, step: StepInputs, page_size: int) -> PagedRows:
+    """The rows of a step, with the pages that its tokens are written to: page 0 for padding."""
+    ends = jnp.cumsum(step.query_len)
+    start = ends - step.query_len
+    if step.tokens is None:
+        start = row = jnp.arange(step.slot.shape[0])
+        real = step.query_len > 0
+    else:
+        token = jnp.arange(step.tokens.shape[0])
+        row = jnp.minimum(jnp.searchsorted(ends, token, side="right", method="compare_all"), step.slot.shape[0] - 1)
+        real = token < ends[-1]
+    position = jnp.where(real, step.context_len[row] + (jnp.arange(row.shape[0]) - start[row]), 0)
+    table = state.page_table[step.slot]
+    page = jnp.where(real, table[row, position // page_size], 0)
+    return PagedRows(table, start, step.query_len, step.context_len, row, position, page)
 
 
 def paged_attend(

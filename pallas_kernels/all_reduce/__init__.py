@@ -1,0 +1,1 @@
+"""Sums over devices, each of which writes what it has into the others' memory."""
