@@ -9,10 +9,10 @@ after 1,024 tokens each are launched back to back; their slots are filled by rea
 prediction for an H200 beside it, and what a step samples is compared with the section on one GPU: all rows of it are
 given the same tokens there.
 
-Variants of sums: `written`, kernels of ours that write into the other GPU's memory, in the graph like all others: what
-the engine takes where it can. The others are XLA's collectives: `split`, graphs between its own one-shot kernels of
-small sums; `captured`, one graph with NCCL, which is recorded anew at every step; `profiled`, the same with buffers that
-XLA keeps at their addresses.
+Variants of sums: `written`, our kernels that write into the other GPU's memory, in the graph like all others: what the
+engine takes where it can. The others are XLA's collectives: `split`, graphs between its own one-shot kernels of small
+sums; `captured`, one graph with NCCL, which is recorded anew at every step; `profiled`, the same with buffers that XLA
+keeps at their addresses.
 """
 
 from __future__ import annotations
