@@ -67,7 +67,7 @@ def plan_memory(config: EngineConfig) -> list[MemoryPart]:
     ]
     if builder.writes_to_peers:
         inboxes = peers.inbox_bytes(builder.mesh)
-        parts.append(MemoryPart("inboxes", inboxes, f"that {builder.mesh.size} devices write to, for sums"))
+        parts.append(MemoryPart("inboxes", inboxes, f"that {builder.mesh.size} devices write to, for collectives"))
     if recurrent:
         detail = f"of {shape.num_slots} sequences, and {shape.num_states} copies for the prefix cache"
         parts.insert(2, MemoryPart("recurrent states", recurrent, detail))

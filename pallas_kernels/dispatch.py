@@ -42,8 +42,9 @@ class Route(NamedTuple):
     """Computes what many calls of a step have in common; raises as `run` does."""
 
 
-def gpu_route(name: str, module: str) -> Route:
-    """A route for NVIDIA GPUs, the functions `run` and `plan` of a module that needs packages which others lack."""
+def gpu_route(name: str, module: str, run: str = "run") -> Route:
+    """A route for NVIDIA GPUs: the functions `run`, or what is named in its place, and `plan` of a module that needs
+    packages which others lack."""
 
     def call(function: str, *args: Any, target: Target, **kwargs: Any) -> Any:
         if target.platform != "gpu":
@@ -54,7 +55,7 @@ def gpu_route(name: str, module: str) -> Route:
             raise NotImplementedError(f"the package {error.name} is not installed") from error
         return getattr(route, function)(*args, target=target, **kwargs)
 
-    return Route(name, functools.partial(call, "run"), functools.partial(call, "plan"))
+    return Route(name, functools.partial(call, run), functools.partial(call, "plan"))
 
 
 def plan(routes: tuple[Route, ...], *args: Any, target: Target, **kwargs: Any) -> dict[str, Any]:

@@ -76,6 +76,7 @@ SECTIONS: Mapping[str, Section] = {
     "qwen3-30b-a3b-1": Section("qwen3-30b-a3b", "tensor=1", ("written",)),
     "qwen3-30b-a3b-2": Section("qwen3-30b-a3b", "expert=2", ("written", "split", "captured")),
     "qwen3-30b-a3b-2-profiled": Section("qwen3-30b-a3b", "expert=2", ("profiled",), _PROFILED),
+    "qwen3-30b-a3b-expert-heads": Section("qwen3-30b-a3b", "expert=2", ("written",), rules="expert-heads"),
     "qwen3-30b-a3b-data": Section("qwen3-30b-a3b", "data=2", ("written",)),
     "qwen3-30b-a3b-data-attention": Section(
         "qwen3-30b-a3b", "expert=2", ("written", "captured"), rules="data-attention"

@@ -95,7 +95,7 @@ def block(
     choice = {"norm": norm, "top_k": m.top_k, "renormalise": m.renormalise, "valid": real}
     gathered = tuple(axis for axis in axes if axis in (*place.over("rows"), *place.over("tokens")))
     if gathered:
-        choice["valid"] = jax.lax.all_gather(real, gathered, tiled=True)
+        choice["valid"] = place.gather(real.astype(jnp.int32)[:, None], gathered)[:, 0] > 0
     if num_local < m.num_experts:
         choice["first_expert"] = jax.lax.axis_index(place.over("experts")) * num_local
 
@@ -111,8 +111,8 @@ def block(
             residual = x if h is None else layers.add_product(x, h, params["shared_down"], None, layer, place, "mlp")
             return moe(x, experts, layer, residual=residual, **choice, **how)
         if gathered:
-            y = moe(jax.lax.all_gather(x, gathered, tiled=True), experts, layer, **choice, **how)
-            y = jax.lax.psum_scatter(y, gathered, tiled=True)
+            y = moe(place.gather(x, gathered), experts, layer, **choice, **how)
+            y = place.scatter(y, gathered)
         else:
             y = moe(x, experts, layer, **choice, **how)
         parts = [(y, tuple(axis for axis in axes if axis not in gathered))]

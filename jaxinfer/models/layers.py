@@ -65,4 +65,4 @@ def unembed(x: jax.Array, norm: Norm, table: jax.Array, place: Placement) -> jax
         x, table[None], first, norm=norm, out_dtype=jnp.float32, target=place.target, counters=place.counters
     )
     axes = place.over("vocab")
-    return jax.lax.all_gather(logits, axes, axis=1, tiled=True) if axes else logits
+    return place.gather(logits, axes, axis=1) if axes else logits

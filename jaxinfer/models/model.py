@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 import jax
 
 from jaxinfer.params import Params, Specs
-from pallas_kernels.all_reduce.api import Peers, all_reduce
+from pallas_kernels.collectives.api import Peers, all_gather, all_reduce, reduce_scatter
 from pallas_kernels.delta_rule.api import DeltaWeights
 from pallas_kernels.dispatch import Target
 from pallas_kernels.kv_write.api import HeadNorms
@@ -35,6 +35,14 @@ class Placement(NamedTuple):
     def sum(self, x: jax.Array, axes: tuple[str, ...], residual: jax.Array | None = None) -> jax.Array:
         """x [T, D] summed over the devices along mesh axes, plus `residual` [T, D], which all of them have."""
         return all_reduce(x, axes, residual=residual, peers=self.peers, target=self.target)
+
+    def gather(self, x: jax.Array, axes: tuple[str, ...], axis: int = 0) -> jax.Array:
+        """What the devices along mesh axes have of x [T, D], one behind the other along dimension `axis`."""
+        return all_gather(x, axes, axis=axis, peers=self.peers, target=self.target)
+
+    def scatter(self, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+        """x [T, D] summed over the devices along mesh axes, of which each gets its part of the rows."""
+        return reduce_scatter(x, axes, peers=self.peers, target=self.target)
 
 
 class Attend(Protocol):

@@ -1,4 +1,4 @@
-"""Memory of each device that the others write to, for sums over devices: see `pallas_kernels.all_reduce`."""
+"""Memory of each device that the others write to, for collectives: see `pallas_kernels.collectives`."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinfer.sharding import rules
-from pallas_kernels.all_reduce import api
+from pallas_kernels.collectives import api
 
 GENERATION = 0x9E3779B1
-"""Between the first numbers of sums of two states, modulo 2**32: words of the one are never taken for the other's."""
+"""Between the first numbers of two states, modulo 2**32: words of the one are never taken for the other's."""
 
 log = logging.getLogger(__name__)
 
@@ -28,15 +28,15 @@ class PeerState:
 
     inboxes: jax.Array  # [D, 2] int32: address of each device's inbox, low and high half; on every device
     device: jax.Array  # [D] int32: number of each device, on that
-    sums: jax.Array  # [D * (PROGRAMS + 1)] int32: of each device, on that: see `api.Peers`
+    counts: jax.Array  # [D * (PROGRAMS + 1)] int32: of each device, on that: see `api.Peers`
 
     def open(self, mesh: rules.AnyMesh) -> api.Peers:
-        """What kernels take, inside the shard_map of the mesh: `sums` as a Ref."""
-        return api.Peers(self.inboxes, self.device, jax.new_ref(self.sums), tuple(mesh.shape.items()))
+        """What kernels take, inside the shard_map of the mesh: `counts` as a Ref."""
+        return api.Peers(self.inboxes, self.device, jax.new_ref(self.counts), tuple(mesh.shape.items()))
 
     def close(self, peers: api.Peers) -> PeerState:
         """After the kernels that had `peers`."""
-        return self.replace(sums=jax.freeze(peers.sums))
+        return self.replace(counts=jax.freeze(peers.counts))
 
 
 def abstract(mesh: rules.AnyMesh) -> PeerState:
@@ -45,7 +45,7 @@ def abstract(mesh: rules.AnyMesh) -> PeerState:
     return PeerState(
         inboxes=jax.ShapeDtypeStruct((size, 2), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec())),
         device=jax.ShapeDtypeStruct((size,), jnp.int32, sharding=own),
-        sums=jax.ShapeDtypeStruct((size * (api.PROGRAMS + 1),), jnp.int32, sharding=own),
+        counts=jax.ShapeDtypeStruct((size * (api.PROGRAMS + 1),), jnp.int32, sharding=own),
     )
 
 
@@ -74,12 +74,12 @@ class Inboxes:
         first = np.uint32(self._num_states * GENERATION % 2**32).view(np.int32)
         self._num_states += 1
         shapes = abstract(self._mesh)
-        sums = np.full((self._mesh.size, api.PROGRAMS + 1), first, np.int32)
-        sums[:, api.PROGRAMS] = 0
+        counts = np.full((self._mesh.size, api.PROGRAMS + 1), first, np.int32)
+        counts[:, api.PROGRAMS] = 0
         return PeerState(
             inboxes=jax.device_put(self._addresses, shapes.inboxes.sharding),
             device=jax.device_put(np.arange(self._mesh.size, dtype=np.int32), shapes.device.sharding),
-            sums=jax.device_put(sums.reshape(-1), shapes.sums.sharding),
+            counts=jax.device_put(counts.reshape(-1), shapes.counts.sharding),
         )
 
 
@@ -91,7 +91,7 @@ def reachable(mesh: Mesh) -> bool:
     numbers = [device.local_hardware_id for device in devices]
     apart = [pair for pair in itertools.permutations(numbers, 2) if not _can_access(*pair)]
     if apart:
-        log.warning("sums over devices go through NCCL: GPU %d cannot write into the memory of GPU %d", *apart[0])
+        log.warning("collectives go through NCCL: GPU %d cannot write into the memory of GPU %d", *apart[0])
     return not apart
 
 

@@ -50,10 +50,14 @@ DATA_ATTENTION: Rules = {**TENSOR_PARALLEL, ROWS: (DATA, EXPERT)}
 """The same, but each device along `expert` has sequences of its own, too: attention and all else but the experts runs
 on these alone, and the experts on the tokens of all: as DeepSeek-AI 2024, section 3.4, but by a gather and a scattered
 sum."""
+EXPERT_HEADS: Rules = {**TENSOR_PARALLEL, **dict.fromkeys(("kv_heads", "delta_heads"), (TENSOR, EXPERT))}
+"""The same, but each device along `expert` has some heads, too: attention reads its part of the cache alone, for one
+sum more a layer."""
 PRESETS: Mapping[str, Rules] = {
     "tensor": TENSOR_PARALLEL,
     "whole-experts": EXPERT_PARALLEL,
     "data-attention": DATA_ATTENTION,
+    "expert-heads": EXPERT_HEADS,
 }
 """By the names that users give."""
 MOST_SIZES = 64

@@ -1,6 +1,6 @@
 """Compiles decode steps for two H200s that are not there, which write into each other's memory; prints what of them.
 
-JAX_PLATFORMS=cpu XLA_FLAGS=--xla_dump_to=DUMP python compile_sums.py TARGET_CONFIG DUMP
+JAX_PLATFORMS=cpu XLA_FLAGS=--xla_dump_to=DUMP python compile_collectives.py TARGET_CONFIG DUMP
 """
 
 from __future__ import annotations

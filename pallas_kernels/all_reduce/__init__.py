@@ -1,1 +1,0 @@
-"""Sums over devices, each of which writes what it has into the others' memory."""

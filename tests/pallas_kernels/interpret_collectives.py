@@ -1,0 +1,145 @@
+"""Collectives in Triton's interpreter, each device a process that shares its inbox with the others.
+
+    TRITON_INTERPRET=1 JAX_PLATFORMS=cpu python interpret_collectives.py
+
+Prints one JSON object: by case what is wrong with its results.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import mmap
+import multiprocessing
+import sys
+from typing import NamedTuple
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import new_ref
+
+from pallas_kernels.collectives import api, triton
+from pallas_kernels.dispatch import Target
+
+TARGET = Target("gpu", 90)
+FEW_SPINS = 3
+
+
+class Case(NamedTuple):
+    """Collectives one after the other, each of x [rows, width], over the devices along mesh axes."""
+
+    name: str
+    mesh: tuple[tuple[str, int], ...]
+    axes: tuple[str, ...]
+    calls: tuple[tuple[str, int, int], ...]  # op, rows, width
+    first: int = 0  # number of the collectives before
+    absent: tuple[int, ...] = ()  # devices that never come
+
+
+TWO, FOUR, PAIRS = (("tensor", 2),), (("tensor", 4),), (("expert", 2), ("tensor", 2))
+SUMS = (("sum", 1, 64), ("add", 3, 512), ("sum", 1, 7), ("add", 9, 512), ("add", 2, 300))
+ALL = (("gather", 3, 100), ("add", 2, 300), ("columns", 3, 100), ("scatter", 8, 60), ("sum", 1, 64), ("gather", 1, 4))
+CASES = (
+    Case("two devices, sums of many sizes", TWO, ("tensor",), SUMS),
+    Case("two devices, more than there are numbers", TWO, ("tensor",), (("sum", 1, 64),) * 4, first=2**31 - 2),
+    Case("two devices, all kinds", TWO, ("tensor",), ALL),
+    Case("four devices, all kinds", FOUR, ("tensor",), ALL),
+    Case("pairs that are apart", PAIRS, ("expert",), ALL),
+    Case("pairs of neighbours", PAIRS, ("tensor",), ALL),
+    Case("both axes", PAIRS, ("expert", "tensor"), ALL),
+    Case("one device never comes", TWO, ("tensor",), (("sum", 1, 64), ("gather", 1, 64), ("sum", 1, 64)), absent=(1,)),
+)
+
+
+def numbers(case: Case, device: int, number: int) -> tuple[np.ndarray, np.ndarray]:
+    """What a device has, and the residual, which all have."""
+    own, shared = (np.random.default_rng((number, who)) for who in (device + 1, 0))
+    shape = case.calls[number][1:]
+    return own.standard_normal(shape, np.float32), shared.standard_normal(shape, np.float32)
+
+
+def run_device(case: Case, device: int, addresses: np.ndarray, results: multiprocessing.SimpleQueue) -> None:
+    """All collectives of one device."""
+    counts = np.full(api.PROGRAMS + 1, case.first, np.int32)
+    counts[api.PROGRAMS] = 0
+    ref = new_ref(jnp.asarray(counts))
+    how = {"peers": api.Peers(jnp.asarray(addresses), jnp.asarray([device], jnp.int32), ref, case.mesh)}
+    how["target"] = TARGET
+    if case.absent:
+        triton.SPINS = FEW_SPINS
+    size = len(group(case, device))
+    found = []
+    for number, (op, *_) in enumerate(case.calls):
+        x, residual = map(jnp.asarray, numbers(case, device, number))
+        with mock.patch.object(jax.lax, "axis_size", lambda _: size):
+            if op == "scatter":
+                y = api.reduce_scatter(x, case.axes, **how)
+            elif op in ("gather", "columns"):
+                y = api.all_gather(x, case.axes, axis=int(op == "columns"), **how)
+            else:
+                y = api.all_reduce(x, case.axes, residual=residual if op == "add" else None, **how)
+        found.append(np.asarray(y))
+    results.put((device, found))
+
+
+def expected(case: Case, device: int, number: int) -> np.ndarray:
+    """The result of a collective, added up in the order in which the kernel does."""
+    op, members = case.calls[number][0], group(case, device)
+    of_all = [numbers(case, member, number)[0] for member in members]
+    if op in ("gather", "columns"):
+        return np.concatenate(of_all, axis=int(op == "columns"))
+    total = functools.reduce(np.add, of_all)
+    if op == "scatter":
+        return np.split(total, len(members))[members.index(device)]
+    return total + numbers(case, device, number)[1] if op == "add" else total
+
+
+def group(case: Case, device: int) -> list[int]:
+    """The devices that a device's collectives are over."""
+    sizes = [size for _, size in case.mesh]
+    split = [name in case.axes for name, _ in case.mesh]
+    own = np.unravel_index(device, sizes)
+    return [
+        other
+        for other in range(int(np.prod(sizes)))
+        if all(a == b or along for a, b, along in zip(own, np.unravel_index(other, sizes), split, strict=True))
+    ]
+
+
+def check(case: Case) -> list[str]:
+    """What is wrong with the results of a case."""
+    size = int(np.prod([n for _, n in case.mesh]))
+    memory = [mmap.mmap(-1, 8 * api.inbox_words(size)) for _ in range(size)]  # at the same address in every child
+    addresses = np.array([np.frombuffer(m, np.uint8).ctypes.data for m in memory], np.uint64)
+    context = multiprocessing.get_context("fork")
+    results = context.SimpleQueue()
+    table = addresses.view(np.int32).reshape(size, 2)
+    present = [device for device in range(size) if device not in case.absent]
+    children = [context.Process(target=run_device, args=(case, device, table, results)) for device in present]
+    for child in children:
+        child.start()
+    found = dict(results.get() for _ in children)
+    for child in children:
+        child.join()
+    wrong = []
+    for device in present:
+        for number, y in enumerate(found[device]):
+            right = expected(case, device, number)
+            if y.shape != right.shape:
+                wrong.append(f"device {device}, call {number}: {y.shape} instead of {right.shape}")
+            elif case.absent and case.calls[number][0] != "gather":
+                wrong += [] if np.isnan(y).all() else [f"device {device}, call {number} made numbers of nothing"]
+            elif case.absent:
+                theirs = [np.isnan(part).all() for part in np.split(y, len(group(case, device)))]
+                wrong += (
+                    [] if theirs == [who in case.absent for who in group(case, device)] else [f"{number}: {theirs}"]
+                )
+            elif not np.array_equal(y, right):
+                wrong.append(f"device {device}, call {number}: off by {np.abs(y - right).max()}")
+    return wrong
+
+
+if __name__ == "__main__":
+    print(json.dumps({case.name: check(case) for case in CASES if not sys.argv[1:] or case.name in sys.argv[1:]}))
