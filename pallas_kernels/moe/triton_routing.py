@@ -24,7 +24,20 @@ MAX_EXPERTS = 1024
 """Of all devices: a row's keys, of 64 bits, are the registers of one warp."""
 MAX_OWN = 256
 """Tokens whose product with the router is a kernel of this file; above, the tiles that it reads are too many."""
+OUT, DEPTH, WARPS, PROGRAMS, MAX_SPLITS = 16, 128, 4, 256, 8
+"""Of the product with the router: experts of a program, columns per round, warps; about as many programs as fill the
+card, each with a part of the columns, of so many at most."""
 INT64_MIN = tl.constexpr(-(2**63))
+
+
+class Logits(NamedTuple):
+    """What a choice is made from. S = 0: the logits themselves, [T, X] float32, which may be anything in rows that are
+    not valid."""
+
+    parts: jax.Array  # [S, T, X] float32: sums over the columns of a part, of x before it is divided by its norm
+    squares: jax.Array  # [S, T] float32: sums of the squares of these columns of x
+    num_parts: int  # S
+    h: jax.Array | None  # [T, D]: x after its norm, where that was written down on the way
 
 
 class Chosen(NamedTuple):
@@ -66,17 +79,18 @@ def choose(
     target: Target,
 ) -> Chosen:
     """As `routing.route`."""
-    logits, h = multiply(x, router, layer, norm, counters, target)
-    (tokens, depth), few = x.shape, h is None
+    logits = multiply(x, router, layer, norm, counters, target)
+    (tokens, depth), few = x.shape, logits.h is None
     block = 1 if few or tokens % 4 else 4
-    constants = of_choice(x, router, norm, top_k, renormalise, valid) | {"NORM": few, "BLOCK": block}
+    constants = of_choice(x, router, logits, norm, top_k, renormalise, valid) | {"NORM": few, "BLOCK": block}
     outputs = [*choices(tokens, top_k), jax.ShapeDtypeStruct(x.shape if few else (1, 1), x.dtype)]
-    inputs = [logits, logits if valid is None else valid, x, norm.weight, layer.reshape(1)]
+    scores = [logits.parts, logits.squares, logits.parts if valid is None else valid]
+    inputs = [*scores, x, norm.weight, layer.reshape(1)]
     grid, warps = (tokens // block,), max(block, triton.cdiv(depth, 2048) if few else 1)
     expert, weight, normalised = launch(
         _choose, inputs, outputs, grid=grid, constants=constants, target=target, num_warps=warps
     )
-    return Chosen(expert, weight, normalised if few else h)
+    return Chosen(expert, weight, normalised if logits.h is None else logits.h)
 
 
 def multiply(
@@ -88,44 +102,61 @@ def multiply(
     target: Target,
     *,
     own: bool = False,
-) -> tuple[jax.Array, jax.Array | None]:
-    """[T, X] float32, and x after its norm where that was written down on the way. own: only by this file's kernel."""
+) -> Logits:
+    """The products of x after its norm with the router. own: only by this file's kernel."""
     check_dtypes(x, router, norm.weight)
     (tokens, depth), num_experts = x.shape, router.shape[1]
     if num_experts > MAX_EXPERTS:
         raise NotImplementedError(f"{num_experts} experts; it takes {MAX_EXPERTS} at most")
     if tokens == 1 and not own:
         how = {"norm": norm, "out_dtype": jnp.float32, "counters": counters, "target": target}
-        return linear(x, router, layer, **how), None
+        return _whole(linear(x, router, layer, **how), None)
     if tokens > MAX_OWN:
         h = rms_norm(x, norm, layer, target)
-        return linear(h, router, layer, out_dtype=jnp.float32, counters=counters, target=target), h
-    (logits,) = launch(
+        return _whole(linear(h, router, layer, out_dtype=jnp.float32, counters=counters, target=target), h)
+    tiles, rounds = (triton.cdiv(tokens, 16), triton.cdiv(num_experts, OUT)), triton.cdiv(depth, DEPTH)
+    each = triton.cdiv(rounds, max(1, min(MAX_SPLITS, rounds, PROGRAMS // (tiles[0] * tiles[1]))))
+    splits = triton.cdiv(rounds, each)
+    parts, squares = launch(
         _router,
         [x, router, norm.weight, layer.reshape(1)],
-        [jax.ShapeDtypeStruct((tokens, num_experts), jnp.float32)],
-        grid=(triton.cdiv(tokens, 16), triton.cdiv(num_experts, 16)),
+        [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((splits, tokens, num_experts), (splits, tokens))],
+        grid=(*tiles, splits),
         constants={
             "TOKENS": tokens,
             "EXPERTS": num_experts,
             "WIDTH": depth,
-            "EPS": norm.eps,
             "OFFSET": norm.offset,
             "BLOCK": 16,
-            "BLOCK_K": 128,
+            "OUT": OUT,
+            "BLOCK_K": DEPTH,
+            "ROUNDS": each,
         },
         target=target,
-        num_stages=5,
+        num_warps=WARPS,
+        num_stages=min(each, 5) + 1,
     )
-    return logits, None
+    return Logits(parts, squares, splits, None)
+
+
+def _whole(logits: jax.Array, h: jax.Array | None) -> Logits:
+    return Logits(logits, logits, 0, h)
 
 
 def of_choice(
-    x: jax.Array, router: jax.Array, norm: Norm, top_k: int, renormalise: bool, valid: jax.Array | None
+    x: jax.Array,
+    router: jax.Array,
+    logits: Logits,
+    norm: Norm,
+    top_k: int,
+    renormalise: bool,
+    valid: jax.Array | None,
 ) -> dict[str, Any]:
     """Constants of the kernels that choose."""
     depth, num_experts = x.shape[1], router.shape[1]
     return {
+        "ROWS": x.shape[0],
+        "PARTS": logits.num_parts,
         "EXPERTS": num_experts,
         "TOP_K": top_k,
         "RENORMALISE": renormalise,
@@ -149,25 +180,29 @@ def _router(
     router_ptr,
     norm_ptr,
     layer_ptr,
-    out_ptr,
+    parts_ptr,
+    squares_ptr,
     TOKENS: tl.constexpr,
     EXPERTS: tl.constexpr,
     WIDTH: tl.constexpr,
-    EPS: tl.constexpr,
     OFFSET: tl.constexpr,
     BLOCK: tl.constexpr,
+    OUT: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    ROUNDS: tl.constexpr,
 ):
-    """Logits of BLOCK tokens for BLOCK experts, the norm on the way."""
+    """Products of BLOCK tokens with OUT experts over ROUNDS times BLOCK_K columns, and squares of these."""
     layer = tl.load(layer_ptr).to(tl.int64)
+    part = tl.program_id(2)
     m = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    n = tl.program_id(1) * OUT + tl.arange(0, OUT)
     k = tl.arange(0, BLOCK_K)
     xs = x_ptr + m[:, None] * WIDTH + k[None, :]
     weights = router_ptr + layer * (EXPERTS * WIDTH) + n[:, None] * WIDTH + k[None, :]
-    acc = tl.zeros([BLOCK, BLOCK], tl.float32)
+    acc = tl.zeros([BLOCK, OUT], tl.float32)
     squares = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, WIDTH, BLOCK_K):
+    for turn in range(ROUNDS):
+        start = (part * ROUNDS + turn) * BLOCK_K
         inside = (k < WIDTH - start)[None, :]
         x = tl.load(xs + start, mask=(m < TOKENS)[:, None] & inside, other=0.0)
         w = tl.load(weights + start, mask=(n < EXPERTS)[:, None] & inside, other=0.0)
@@ -176,31 +211,46 @@ def _router(
         squares += tl.sum(wide * wide, 1)
         x = (wide * (norm.to(tl.float32) + OFFSET)[None, :]).to(x.dtype)
         acc = tl.dot(x, tl.trans(w), acc)
-    acc *= tl.rsqrt(squares / WIDTH + EPS)[:, None]
-    tl.store(out_ptr + m[:, None] * EXPERTS + n[None, :], acc, mask=(m < TOKENS)[:, None] & (n < EXPERTS)[None, :])
+    rows = part * TOKENS + m
+    tl.store(parts_ptr + rows[:, None] * EXPERTS + n[None, :], acc, mask=(m < TOKENS)[:, None] & (n < EXPERTS)[None, :])
+    tl.store(squares_ptr + rows, squares, mask=(m < TOKENS) & (tl.program_id(1) == 0))
 
 
 @triton.jit
 def best(
-    logits_ptr,
+    parts_ptr,
+    squares_ptr,
     valid_ptr,
     token,
     j,
     TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    EPS: tl.constexpr,
     EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr,
     RENORMALISE: tl.constexpr,
     MASKED: tl.constexpr,
     EXPERTS_BLOCK: tl.constexpr,
 ):
-    """Experts and weights of choices j of tokens: [N, J] each, of token [N] and j = 0 .. J - 1.
+    """Experts and weights of choices j of tokens: [N, J] each, of token [N] below TOKENS and j = 0 .. J - 1.
 
     A logit and its expert make one integer, in the order of the choice: all are different and none is lost, whatever
     the logits hold, so that no choice is an expert that is not there.
     """
     e = tl.arange(0, EXPERTS_BLOCK)
     there = (token < TOKENS)[:, None] & (e < EXPERTS)[None, :]
-    logits = tl.load(logits_ptr + token[:, None] * EXPERTS + e[None, :], mask=there, other=-float("inf"))
+    at = token[:, None] * EXPERTS + e[None, :]
+    if PARTS:
+        logits = tl.zeros([token.shape[0], EXPERTS_BLOCK], tl.float32)
+        squares = tl.zeros([token.shape[0]], tl.float32)
+        for part in tl.static_range(PARTS):
+            logits += tl.load(parts_ptr + part * (ROWS * EXPERTS) + at, mask=there, other=0.0)
+            squares += tl.load(squares_ptr + part * ROWS + token, mask=token < TOKENS, other=0.0)
+        logits = tl.where(there, logits * tl.rsqrt(squares / WIDTH + EPS)[:, None], -float("inf"))
+    else:
+        logits = tl.load(parts_ptr + at, mask=there, other=-float("inf"))
     bits = (logits + 0.0).to(tl.int32, bitcast=True)  # -0 + 0 = 0
     ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
     keys = tl.where((e < EXPERTS)[None, :], ordered * 65536 + (65535 - e)[None, :], INT64_MIN)
@@ -250,7 +300,8 @@ def normalise(
 
 @triton.jit
 def _choose(
-    logits_ptr,
+    parts_ptr,
+    squares_ptr,
     valid_ptr,
     x_ptr,
     norm_ptr,
@@ -258,6 +309,8 @@ def _choose(
     expert_ptr,
     weight_ptr,
     h_ptr,
+    ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
     EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr,
     RENORMALISE: tl.constexpr,
@@ -277,7 +330,21 @@ def _choose(
     if NORM:
         normalise(x_ptr, norm_ptr, layer_ptr, h_ptr, tl.program_id(0), WIDTH, EPS, OFFSET, WIDTH_BLOCK)
     expert, weight = best(
-        logits_ptr, valid_ptr, token, j, 2**31 - 1, EXPERTS, TOP_K, RENORMALISE, MASKED, EXPERTS_BLOCK
+        parts_ptr,
+        squares_ptr,
+        valid_ptr,
+        token,
+        j,
+        2**31 - 1,
+        ROWS,
+        PARTS,
+        WIDTH,
+        EPS,
+        EXPERTS,
+        TOP_K,
+        RENORMALISE,
+        MASKED,
+        EXPERTS_BLOCK,
     )
     at = token[:, None] * TOP_K + j[None, :]
     tl.store(expert_ptr + at, expert, mask=(j < TOP_K)[None, :])

@@ -58,16 +58,17 @@ def choose_and_sort(
     tokens_block = max(triton.next_power_of_2(tokens), 128 // k_block)  # a histogram is of 128 numbers at least
     room = min(pairs, num_here) + pairs // rows
     of_blocks = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((pairs,), (room,), (room,), (room,), (1,))]
-    sizes = {"HERE": num_here, "BINS": triton.next_power_of_2(num_here), "ROWS": rows}
+    sizes = {"HERE": num_here, "BINS": triton.next_power_of_2(num_here), "BLOCK_ROWS": rows}
     if tokens_block * experts_block <= MAX_KEYS and tokens_block * k_block <= CHUNK and tokens <= MAX_OWN:
-        logits, _ = multiply(x, router, layer, norm, counters, target, own=True)
-        constants = of_choice(x, router, norm, top_k, renormalise, valid) | sizes
+        logits = multiply(x, router, layer, norm, counters, target, own=True)
+        constants = of_choice(x, router, logits, norm, top_k, renormalise, valid) | sizes
+        scores = [logits.parts, logits.squares, logits.parts if valid is None else valid]
         expert, weight, h, *blocks = launch(
             _choose_and_sort,
-            [logits, logits if valid is None else valid, x, norm.weight, layer.reshape(1), first],
+            [*scores, x, norm.weight, layer.reshape(1), first],
             [*choices(tokens, top_k), jax.ShapeDtypeStruct(x.shape, x.dtype), *of_blocks],
             grid=(num_here,),
-            constants=constants | {"TOKENS": tokens, "BLOCK": tokens_block},
+            constants=constants | {"BLOCK": tokens_block},
             target=target,
             num_warps=8 if tokens_block * experts_block > 2048 else 4,
         )
@@ -83,13 +84,14 @@ def choose_and_sort(
         inputs = [chosen.expert, first]
         (counts,) = launch(_count, inputs, outputs, grid=(chunks,), constants=constants, target=target)
     inputs, grid = [chosen.expert, first, counts], (num_here, chunks)
-    constants |= {"CHUNKS": chunks, "ROWS": rows}
+    constants |= {"CHUNKS": chunks, "BLOCK_ROWS": rows}
     return chosen, Blocks(*launch(_sort, inputs, of_blocks, grid=grid, constants=constants, target=target))
 
 
 @triton.jit
 def _choose_and_sort(
-    logits_ptr,
+    parts_ptr,
+    squares_ptr,
     valid_ptr,
     x_ptr,
     norm_ptr,
@@ -103,6 +105,8 @@ def _choose_and_sort(
     block_start_ptr,
     block_stop_ptr,
     num_blocks_ptr,
+    ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
     EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr,
     RENORMALISE: tl.constexpr,
@@ -115,20 +119,35 @@ def _choose_and_sort(
     WIDTH_BLOCK: tl.constexpr,
     HERE: tl.constexpr,
     BINS: tl.constexpr,
-    ROWS: tl.constexpr,
-    TOKENS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One expert's choices of all tokens, and its blocks; every HERE-th token's choices and its x after the norm."""
     mine = tl.program_id(0)
     token = tl.arange(0, BLOCK)
     j = tl.arange(0, K_BLOCK)
-    for before in range(0, TOKENS, HERE):
-        if before + mine < TOKENS:
+    for before in range(0, ROWS, HERE):
+        if before + mine < ROWS:
             normalise(x_ptr, norm_ptr, layer_ptr, h_ptr, before + mine, WIDTH, EPS, OFFSET, WIDTH_BLOCK)
-    expert, weight = best(logits_ptr, valid_ptr, token, j, TOKENS, EXPERTS, TOP_K, RENORMALISE, MASKED, EXPERTS_BLOCK)
+    expert, weight = best(
+        parts_ptr,
+        squares_ptr,
+        valid_ptr,
+        token,
+        j,
+        ROWS,
+        ROWS,
+        PARTS,
+        WIDTH,
+        EPS,
+        EXPERTS,
+        TOP_K,
+        RENORMALISE,
+        MASKED,
+        EXPERTS_BLOCK,
+    )
     pair = token[:, None] * TOP_K + j[None, :]
-    there = (token < TOKENS)[:, None] & (j < TOP_K)[None, :]
+    there = (token < ROWS)[:, None] & (j < TOP_K)[None, :]
     written = there & (token % HERE == mine)[:, None]
     tl.store(expert_ptr + pair, expert, mask=written)
     tl.store(weight_ptr + pair, weight, mask=written)
@@ -141,7 +160,9 @@ def _choose_and_sort(
     matches = here & (expert == mine)
     rank = tl.cumsum(matches.to(tl.int32), 0) - 1
     tl.store(order_ptr + start + rank, tl.reshape(pair, [BLOCK * K_BLOCK]), mask=matches)
-    _write_blocks(block_expert_ptr, block_start_ptr, block_stop_ptr, num_blocks_ptr, mine, total, start, BINS, ROWS)
+    _write_blocks(
+        block_expert_ptr, block_start_ptr, block_stop_ptr, num_blocks_ptr, mine, total, start, BINS, BLOCK_ROWS
+    )
 
 
 @triton.jit
@@ -184,7 +205,7 @@ def _sort(
     BINS: tl.constexpr,
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
-    ROWS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
 ):
     """One expert's choices in one chunk; the program of the first chunk writes the expert's blocks, too."""
     mine = tl.program_id(0)
@@ -205,7 +226,9 @@ def _sort(
     rank = tl.cumsum(matches.to(tl.int32), 0) - 1 + tl.sum(tl.where(bins == mine, earlier, 0), 0)
     tl.store(order_ptr + start + rank, pair, mask=matches)
     if chunk == 0:
-        _write_blocks(block_expert_ptr, block_start_ptr, block_stop_ptr, num_blocks_ptr, mine, total, start, BINS, ROWS)
+        _write_blocks(
+            block_expert_ptr, block_start_ptr, block_stop_ptr, num_blocks_ptr, mine, total, start, BINS, BLOCK_ROWS
+        )
 
 
 @triton.jit
@@ -218,19 +241,19 @@ def _write_blocks(
     total,
     start,
     BINS: tl.constexpr,
-    ROWS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
 ):
     """The blocks of an expert, of which the choices begin at `start`; the first expert's program counts all blocks."""
     bins = tl.arange(0, BINS)
-    blocks = (total + (ROWS - 1)) // ROWS
+    blocks = (total + (BLOCK_ROWS - 1)) // BLOCK_ROWS
     stop = start + tl.sum(tl.where(bins == mine, total, 0), 0)
     first = tl.sum(tl.where(bins < mine, blocks, 0), 0)
-    num = (stop - start + ROWS - 1) // ROWS
+    num = (stop - start + BLOCK_ROWS - 1) // BLOCK_ROWS
     for base in range(0, num, 32):
         block = base + tl.arange(0, 32)
-        row = start + block * ROWS
+        row = start + block * BLOCK_ROWS
         tl.store(block_expert_ptr + first + block, tl.zeros([32], tl.int32) + mine, mask=block < num)
         tl.store(block_start_ptr + first + block, row, mask=block < num)
-        tl.store(block_stop_ptr + first + block, tl.minimum(row + ROWS, stop), mask=block < num)
+        tl.store(block_stop_ptr + first + block, tl.minimum(row + BLOCK_ROWS, stop), mask=block < num)
     if mine == 0:
         tl.store(num_blocks_ptr, tl.sum(blocks, 0))
