@@ -20,7 +20,7 @@ MAX_NAME = 72
 PARTS = {
     "attention": "attention|^_combine$|^_kv_write$",
     "products": "^_one_row$|^_few_rows$|^_chain$|nvjet|gemm|gemv|cutlass|cublas|splitK",
-    "experts": "^_(router|choose|choose_and_sort|count|sort|product|sum|gate_up|down)$",
+    "experts": "^_(router|choose|count|sort|product|sum|gate_up|down)$",
     "delta rule": "^_one_token$|^_norm_heads$|^_prepare_chunks$|^states_of_chunks$|^outputs_of_tokens$",
     "norms": "^_rms_norm$",
     "sampling": "^input_reduce_fusion$|^_scan$|^cut$|^_draw$|^logprobs$",

@@ -24,9 +24,9 @@ MAX_EXPERTS = 1024
 """Of all devices: a row's keys, of 64 bits, are the registers of one warp."""
 MAX_OWN = 256
 """Tokens whose product with the router is a kernel of this file; above, the tiles that it reads are too many."""
-OUT, DEPTH, WARPS, PROGRAMS, MAX_SPLITS = 16, 128, 4, 256, 8
-"""Of the product with the router: experts of a program, columns per round, warps; about as many programs as fill the
-card, each with a part of the columns, of so many at most."""
+OUT, DEPTH, PROGRAMS, MAX_SPLITS = 16, 256, 512, 8
+"""Of the product with the router: experts of a program, columns per round; programs at most, where these have a part of
+the columns each, and parts at most."""
 INT64_MIN = tl.constexpr(-(2**63))
 
 
@@ -100,15 +100,13 @@ def multiply(
     norm: Norm,
     counters: jax.Ref | None,
     target: Target,
-    *,
-    own: bool = False,
 ) -> Logits:
-    """The products of x after its norm with the router. own: only by this file's kernel."""
+    """The products of x after its norm with the router."""
     check_dtypes(x, router, norm.weight)
     (tokens, depth), num_experts = x.shape, router.shape[1]
     if num_experts > MAX_EXPERTS:
         raise NotImplementedError(f"{num_experts} experts; it takes {MAX_EXPERTS} at most")
-    if tokens == 1 and not own:
+    if tokens == 1:
         how = {"norm": norm, "out_dtype": jnp.float32, "counters": counters, "target": target}
         return _whole(linear(x, router, layer, **how), None)
     if tokens > MAX_OWN:
@@ -133,7 +131,6 @@ def multiply(
             "ROUNDS": each,
         },
         target=target,
-        num_warps=WARPS,
         num_stages=min(each, 5) + 1,
     )
     return Logits(parts, squares, splits, None)

@@ -170,7 +170,7 @@ def test_a_step_is_told_by_part_and_the_kernels_of_no_part_by_name(trace):
     names = {
         "products": ("_one_row", "_few_rows", "_chain", *cublas),
         "attention": ("_decode_attention", "_combine", "_prefill_attention", "paged_prefill_attention", "_kv_write"),
-        "experts": ("_choose", "_choose_and_sort", "_product", "_down"),
+        "experts": ("_choose", "_sort", "_product", "_down"),
         "delta rule": ("_one_token", "_norm_heads", "_prepare_chunks", "states_of_chunks", "outputs_of_tokens"),
         "norms": ("_rms_norm",),
         "sampling": ("input_reduce_fusion_2", "_scan", "cut", "_draw", "logprobs"),
