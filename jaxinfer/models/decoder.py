@@ -117,17 +117,15 @@ def _layers(
     if c.layers_with(SPARSE):
         blocks[SPARSE] = experts.block(c, params, memory.real, place)
     run = pattern(c)
-    at_once = max(n for n in range(1, place.at_once + 1) if repeats % n == 0)
 
     def body(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         turn, x = state
-        for ahead in range(at_once):
-            for number, layer in enumerate(run.layers):
-                for kind in layer:
-                    # Among its like. Where that is the loop's counter, XLA folds a layer's slice into what reads it.
-                    index = (turn + ahead) * run.count(kind) + run.count(kind, before=number)
-                    x = blocks[kind](x, index)
-        return turn + at_once, x
+        for number, layer in enumerate(run.layers):
+            for kind in layer:
+                # Among its like. Where that is the loop's own counter, XLA folds a layer's slice into what reads it.
+                index = turn * run.count(kind) + run.count(kind, before=number)
+                x = blocks[kind](x, index)
+        return turn + 1, x
 
     return jax.lax.while_loop(lambda state: state[0] < repeats, body, (jnp.zeros((), jnp.int32), x))[1]
 

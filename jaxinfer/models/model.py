@@ -27,7 +27,6 @@ class Placement(NamedTuple):
     """Mesh axes that a logical axis is split over. What a product over such an axis gives is summed over these."""
     counters: jax.Ref | None = None  # int32 zeros for the kernels whose programs share results; zeros between kernels
     peers: Peers | None = None  # how kernels write to other devices; None: they cannot
-    at_once: int = 1  # repeats of the pattern of layers, at most, that a turn of the loop over them has
 
     def over(self, logical: str) -> tuple[str, ...]:
         """Mesh axes that a logical axis is split over; none where every device has all of it."""

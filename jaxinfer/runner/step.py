@@ -27,9 +27,6 @@ NUM_COUNTERS = 2**14
 """As many results as programs of one kernel can share: rows times KV heads in attention, blocks of a product. A kernel
 that has more does not split them."""
 
-MOST_AT_ONCE, FEW_TOKENS = 6, 256
-"""Repeats of the pattern of layers in a turn of the loop, of steps with few tokens: between turns, kernels count."""
-
 MAX_MASK_ROWS = 16
 """Masks that are written at once."""
 
@@ -347,8 +344,7 @@ class StepBuilder:
         pools = jax.new_ref(state.k_pages), jax.new_ref(state.v_pages)
         max_query_len = 1 if step.tokens is None else step.tokens.shape[0]
         others = None if state.peers is None else state.peers.open(self.mesh)
-        at_once = MOST_AT_ONCE if self.platform == "gpu" and tokens.shape[0] <= FEW_TOKENS else 1
-        place = Placement(self.target, split, self._counters(), others, at_once)
+        place = Placement(self.target, split, self._counters(), others)
         part = TokenPart.of(split.get(rules.TOKENS, ()), tokens.shape[0])
 
         num_heads = self.model.num_heads * state.k_pages.shape[3] // self.shape.cache.num_kv_heads
