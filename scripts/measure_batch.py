@@ -76,7 +76,7 @@ class GpuUse:
         first = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0] or "0"
         query = ["nvidia-smi", "-i", first, "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits"]
         try:
-            self._process = subprocess.Popen([*query, f"-lms={SAMPLE_MS}"], stdout=subprocess.PIPE, text=True)
+            self._process = subprocess.Popen([*query, f"--loop-ms={SAMPLE_MS}"], stdout=subprocess.PIPE, text=True)
         except OSError:
             self._process = None
             return self
