@@ -11,7 +11,8 @@ cannot be told apart, so `waited_share`, the time in which the host waited for t
 has --clients connections, each of which sends its next row when the last one is answered.
 
 --only job or --only server does one of them, so that each fits into a limit of its own. A run that is cut by the time
-limit is recorded as far as it came, with "cut": true.
+limit is recorded as far as it came, with "cut": true. Where measure_vllm_batch.py has been through the same rows, what
+the two make of them is compared.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from load_client import Workload, default_processes
 from load_summary import summary
 from make_batch_rows import make_rows
 from measure_serving import running, server_command
-from results_file import Results, default_path, describe
+from results_file import Results, default_path, describe, read_json
 
 SECTION = "batch"
 SAMPLE_MS = 100
@@ -68,13 +69,14 @@ def _lines(path: str) -> list[str]:
 
 
 class GpuUse:
-    """Samples of the first GPU's use, while it is a context."""
+    """Samples of the use of the first GPU that CUDA_VISIBLE_DEVICES leaves, while it is a context."""
 
     def __enter__(self) -> GpuUse:
         self._samples: list[tuple[float, float]] = []  # monotonic seconds, share
-        query = ["nvidia-smi", "-i", "0", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits"]
+        first = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0] or "0"
+        query = ["nvidia-smi", "-i", first, "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits"]
         try:
-            self._process = subprocess.Popen([*query, f"-lms={SAMPLE_MS}"], stdout=subprocess.PIPE, text=True)
+            self._process = subprocess.Popen([*query, f"--loop-ms={SAMPLE_MS}"], stdout=subprocess.PIPE, text=True)
         except OSError:
             self._process = None
             return self
@@ -248,6 +250,21 @@ def row_key(row: dict[str, Any]) -> tuple[Any, ...]:
     return row["kind"], row["rows"], tuple(row["prompt"]), tuple(row["output"]), row.get("clients")
 
 
+def against_vllm(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """A line for each row of the section that vLLM has a row of the same rows and lengths for."""
+    lines = []
+    theirs = {row_key(row)[1:4]: row for row in rows if row["kind"] == "vllm"}
+    for row in rows:
+        peer = theirs.get(row_key(row)[1:4])
+        if peer is None or row is peer:
+            continue
+        cut = [name for name, part in ((row["kind"], row), ("vLLM", peer)) if part.get("cut")]
+        ratio = row["output_throughput"] / peer["output_throughput"]
+        told = f"{row['kind']}: {ratio:.3f} times vLLM's output tokens/s over {row['rows']} rows"
+        lines.append(told + (f" (cut: {', '.join(cut)})" if cut else ""))
+    return lines
+
+
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
@@ -282,7 +299,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     end_s = time.monotonic() + args.time_limit_s
-    results = Results(args.results or default_path(), args.label, describe())
+    path = args.results or default_path()
+    results = Results(path, args.label, describe())
     shape = {"rows": args.rows, "prompt": list(args.prompt), "output": list(args.output)}
     sound = True
     with _folder(args) as folder:
@@ -302,6 +320,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             clients = {"clients": args.clients} if kind == "server" else {}
             print(f"{kind}: {json.dumps(figures)}", flush=True)
             results.row(SECTION, {"kind": kind} | shape | clients | figures, row_key)
+    for line in against_vllm(read_json(path).get(SECTION, {}).get(args.label, [])):
+        print(line, flush=True)
     return 0 if sound else 1
 
 

@@ -52,13 +52,13 @@ def test_steps_are_timed_from_the_start_of_the_first_to_the_end_of_the_last():
     assert 0.1 < figures["waited_share"] <= 1
 
 
-def test_the_use_of_the_gpu_is_the_mean_of_the_samples_within_the_time(tmp_path, monkeypatch):
+def test_the_use_of_the_gpu_is_the_mean_of_its_samples_within_the_time(tmp_path, monkeypatch):
     tool = tmp_path / "nvidia-smi"
-    tool.write_text(
-        f"#!{sys.executable}\nimport time\nfor _ in range(600):\n print(80, flush=True)\n time.sleep(0.01)\n"
-    )
+    told = 'print(80 if sys.argv[1:3] == ["-i", "3"] else 10, flush=True)'
+    tool.write_text(f"#!{sys.executable}\nimport sys, time\nfor _ in range(600):\n {told}\n time.sleep(0.01)\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
     with GpuUse() as use:
         end_s = time.monotonic() + 20
         while use.share(0.0, end_s) is None:
