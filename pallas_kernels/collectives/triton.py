@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 MOST_WORDS = 2**20
 """That a device sends to all others together. Above, rings that send each number twice take less time."""
-LEAST_BLOCK = 256
+LEAST_BLOCK, FEW_WARPS, MANY_WARPS = 256, 4, 8
+"""Words of a program where there are few, and warps of one; of a program of more words, MANY_WARPS."""
 MANY_PROGRAMS = 128
 """Programs that a collective is split over before each takes more than LEAST_BLOCK words."""
 SPINS = 2**25
@@ -108,7 +109,7 @@ def _exchange(
         grid=(triton.cdiv(words, block),),
         constants=constants,
         target=target,
-        num_warps=4 if block < 1024 else 8,
+        num_warps=FEW_WARPS if block == LEAST_BLOCK else MANY_WARPS,
     )
     return y
 
