@@ -236,11 +236,12 @@ def _strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
 
 
 def _is_whole(value: object) -> bool:
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    # Nearly always: an abstract class takes 0.4 us to ask, ten times for every request.
+    return type(value) is int or (isinstance(value, numbers.Integral) and not isinstance(value, bool))
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+    return type(value) in (int, float) or (isinstance(value, numbers.Real) and not isinstance(value, bool))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
