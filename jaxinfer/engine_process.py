@@ -13,11 +13,13 @@ from jaxinfer.config import EngineConfig
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.follower import Follower, follower_main
 from jaxinfer.engine.loop import engine_main
+from jaxinfer.timer_slack import wake_in_time
 
 
 def main(config_json: str, show_progress: str, fds: str) -> None:
     """Runs until the owner's channel, the first of `fds`, closes."""
     config = msgspec.json.decode(config_json, type=EngineConfig)
+    wake_in_time()
     shown, lost = bool(int(show_progress)), queue.SimpleQueue[str]()
     built: list[Engine] = []
 

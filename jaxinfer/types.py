@@ -145,47 +145,21 @@ class SamplingParams:
         object.__setattr__(self, "stop", _strings(self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
         object.__setattr__(self, "logit_bias", self.logit_bias or {})
-        self._check_kinds()
-        self._check_ranges()
+        self._check_numbers()
         self._check_collections()
 
-    def _check_kinds(self) -> None:
-        for name in ("n", "max_tokens", "min_tokens", "top_k", "seed", "logprobs", "prompt_logprobs", "priority"):
+    def _check_numbers(self) -> None:
+        for name, is_kind, kind, is_within, limits in _NUMBERS:  # messages only where needed: 6 us for all of them
             value = getattr(self, name)
-            ok = _is_whole(value) or (value is None and name not in ("n", "min_tokens", "priority"))
-            _check(ok, name, f"{name} is {value!r}; it must be an integer")
-        for name in ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"):
-            value = getattr(self, name)
-            optional = name not in ("frequency_penalty", "presence_penalty")
-            _check((optional and value is None) or _is_number(value), name, f"{name} is {value!r}; it must be a number")
-
-    def _check_ranges(self) -> None:
-        low, high = REPETITION_PENALTIES
-
-        def within(name: str, ok: Callable[[Any], bool], what: str) -> None:
-            value = getattr(self, name)
-            _check(value is None or ok(value), name, f"{name} is {value}; it must be {what}")
-
-        within("n", lambda n: n >= 1, "at least 1")
-        within("max_tokens", lambda n: n >= 0, "at least 0")
-        within("min_tokens", lambda n: n >= 0, "at least 0")
-        within("temperature", lambda t: 0 <= t <= MAX_TEMPERATURE, f"0 or more, and at most {MAX_TEMPERATURE:g}")
-        within("top_k", lambda k: k >= -1, "at least 1, or 0 or -1 for no limit")
-        within("top_p", lambda p: 0 < p <= 1, "above 0 and at most 1 (temperature 0 is greedy)")
-        within("min_p", lambda p: 0 <= p <= 1, "from 0 to 1")
-        within("repetition_penalty", lambda r: low <= r <= high, f"above 0, from {low:g} to {high:g}")
-        within("frequency_penalty", lambda f: -2 <= f <= 2, "from -2 to 2")
-        within("presence_penalty", lambda f: -2 <= f <= 2, "from -2 to 2")
-        within("seed", lambda seed: -(2**63) <= seed < 2**64, "of 64 bits")
-        within("logprobs", lambda k: 0 <= k <= MAX_LOGPROBS, f"from 0 to {MAX_LOGPROBS}")
-        within("prompt_logprobs", lambda k: 0 <= k <= MAX_LOGPROBS, f"from 0 to {MAX_LOGPROBS}")
-        first, last = PRIORITIES
-        within("priority", lambda p: first <= p <= last, f"from {first} to {last}")
-        _check(
-            self.max_tokens is None or self.min_tokens <= self.max_tokens,
-            "min_tokens",
-            f"min_tokens is {self.min_tokens}, more than max_tokens {self.max_tokens}",
-        )
+            if value is None and name not in _NEEDED:
+                continue
+            if not is_kind(value):
+                raise InvalidRequest(f"{name} is {value!r}; it must be {kind}", param=name)
+            if not is_within(value):
+                raise InvalidRequest(f"{name} is {value}; it must be {limits}", param=name)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            message = f"min_tokens is {self.min_tokens}, more than max_tokens {self.max_tokens}"
+            raise InvalidRequest(message, param="min_tokens")
 
     def _check_collections(self) -> None:
         _check(
@@ -236,11 +210,39 @@ def _strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
 
 
 def _is_whole(value: object) -> bool:
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    # Nearly always: an abstract class takes 0.4 us to ask, ten times for every request.
+    return type(value) is int or (isinstance(value, numbers.Integral) and not isinstance(value, bool))
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+    return type(value) in (int, float) or (isinstance(value, numbers.Real) and not isinstance(value, bool))
+
+
+_WHOLE, _REAL = (_is_whole, "an integer"), (_is_number, "a number")
+_LOW, _HIGH = REPETITION_PENALTIES
+_NUMBERS: Sequence[tuple[str, Callable[[Any], bool], str, Callable[[Any], bool], str]] = (
+    ("n", *_WHOLE, lambda n: n >= 1, "at least 1"),
+    ("max_tokens", *_WHOLE, lambda n: n >= 0, "at least 0"),
+    ("min_tokens", *_WHOLE, lambda n: n >= 0, "at least 0"),
+    ("temperature", *_REAL, lambda t: 0 <= t <= MAX_TEMPERATURE, f"0 or more, and at most {MAX_TEMPERATURE:g}"),
+    ("top_k", *_WHOLE, lambda k: k >= -1, "at least 1, or 0 or -1 for no limit"),
+    ("top_p", *_REAL, lambda p: 0 < p <= 1, "above 0 and at most 1 (temperature 0 is greedy)"),
+    ("min_p", *_REAL, lambda p: 0 <= p <= 1, "from 0 to 1"),
+    (
+        "repetition_penalty",
+        *_REAL,
+        lambda r: _LOW <= r <= _HIGH,
+        "above 0, from {:g} to {:g}".format(*REPETITION_PENALTIES),
+    ),
+    ("frequency_penalty", *_REAL, lambda f: -2 <= f <= 2, "from -2 to 2"),
+    ("presence_penalty", *_REAL, lambda f: -2 <= f <= 2, "from -2 to 2"),
+    ("seed", *_WHOLE, lambda seed: -(2**63) <= seed < 2**64, "of 64 bits"),
+    ("logprobs", *_WHOLE, lambda k: 0 <= k <= MAX_LOGPROBS, f"from 0 to {MAX_LOGPROBS}"),
+    ("prompt_logprobs", *_WHOLE, lambda k: 0 <= k <= MAX_LOGPROBS, f"from 0 to {MAX_LOGPROBS}"),
+    ("priority", *_WHOLE, lambda p: PRIORITIES[0] <= p <= PRIORITIES[1], "from {} to {}".format(*PRIORITIES)),
+)
+_NEEDED = {"n", "min_tokens", "frequency_penalty", "presence_penalty", "priority"}
+"""Of these, what is not None."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

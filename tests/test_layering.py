@@ -26,6 +26,7 @@ MAY_IMPORT = {
     "jaxinfer.progress": (),
     "jaxinfer.background": (),
     "jaxinfer.allocator": (),
+    "jaxinfer.timer_slack": (),
     "jaxinfer.text": ("jaxinfer.types", "jaxinfer.structured"),
     "jaxinfer.scheduler": ("jaxinfer.types", "jaxinfer.config"),
     "jaxinfer.http": ("jaxinfer.types", "jaxinfer.structured", "jaxinfer.config", "jaxinfer.text"),

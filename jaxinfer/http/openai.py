@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NoReturn
 
 import msgspec
-import numpy
 
 from jaxinfer.http import token_ids
 from jaxinfer.http.structured import FORM_FIELDS, StructuredBody, form_of
@@ -155,7 +154,7 @@ class _Generation(_Body, kw_only=True, frozen=True):
 class CompletionRequest(_Generation, kw_only=True, frozen=True):
     """The body of POST /v1/completions."""
 
-    prompt: str | Sequence[str | int | list[int]]  # an array("I") where it is one list of token ids: see `_token_ids`
+    prompt: str | Sequence[str | int | list[int]]  # an array("I") where it is one list of token ids: see `token_ids`
     suffix: str | None = None
     best_of: int | None = None
     echo: bool | None = None
@@ -335,33 +334,13 @@ def _completion(body: bytes) -> CompletionRequest | None:
                 msgspec.structs.force_setattr(request, "prompt", ids)
                 return request
         request = _unread_decoder.decode(body)
-        prompt = _token_ids(request.prompt)
+        prompt = token_ids.of_json(request.prompt)
         if prompt is None:
             prompt = _prompt_decoder.decode(request.prompt)
     except (msgspec.DecodeError, RecursionError):
         return None
     msgspec.structs.force_setattr(request, "prompt", prompt)
     return request
-
-
-def _token_ids(prompt: msgspec.Raw) -> array[int] | None:
-    """The ids of a prompt that is one list of them; None if it is not, or has an id that is refused anyway.
-
-    However the list is written, while `token_ids` knows the two usual ways. numpy reads 32,768 ids in 0.55 ms; msgspec
-    takes 0.96 ms, and 0.2 ms more to pack what it makes of them.
-    """
-    view = memoryview(prompt)
-    if bytes(view[:1]) != b"[" or not bytes(view[1:2]).isdigit():
-        return None
-    text = bytes(view[1:-1])
-    try:
-        ids = numpy.fromstring(text, numpy.int64, sep=",")  # an id of more than 64 bits becomes the highest
-    except ValueError:  # it is no list of integers alone
-        return None
-    num_commas = numpy.count_nonzero(numpy.frombuffer(text, numpy.uint8) == ord(","))
-    if len(ids) != num_commas + 1:  # numpy below 2.3 ends there instead, with a warning
-        return None
-    return array("I", ids.astype(numpy.uint32).tobytes()) if ids.min() >= 0 and ids.max() < 2**32 else None
 
 
 def _parse[Kind](decoder: msgspec.json.Decoder[Kind], data: bytes | msgspec.Raw, path: str = "") -> Kind:

@@ -7,14 +7,18 @@ import secrets
 from array import array
 from typing import NamedTuple
 
+import msgspec
 import numpy
 
 MARK = f'"{secrets.token_hex(16)}"'.encode()
 """What stands for a list of ids while the rest of its body is read: nobody else can have written it."""
 MIN_BYTES = 2**15
 """Shorter bodies, of some 4,000 ids, are read quicker as they are."""
+SHORT_BYTES = 2**12
+"""Lists below this, of some 500 ids, are read without numpy."""
 MAX_DIGITS = 8
 """Of an id that is read here, as many as fit in a word of 64 bits."""
+_list_decoder = msgspec.json.Decoder(list[int])
 _LIST = re.compile(rb'"prompt"\s*:\s*\[(?=[0-9])')
 _COMMA, _SPACE, _ZERO = b", 0"
 _LEAST = numpy.array([0, 0, *(10**n for n in range(1, MAX_DIGITS))], numpy.uint64)
@@ -66,6 +70,39 @@ def read(text: bytes) -> array[int] | None:
     if (values < _LEAST.take(lengths)).any():
         return None
     return array("I", values.astype(numpy.uint32).tobytes())
+
+
+def of_json(prompt: msgspec.Raw) -> array[int] | None:
+    """The ids of a prompt that is one list of them; None if it is not, or has an id that is refused anyway.
+
+    However the list is written, while `read` knows the two usual ways. numpy reads 32,768 ids in 0.55 ms; msgspec
+    takes 0.96 ms, and 0.2 ms more to pack what it makes of them.
+    """
+    view = memoryview(prompt)
+    if bytes(view[:1]) != b"[" or not bytes(view[1:2]).isdigit():
+        return None
+    if len(view) < SHORT_BYTES:
+        return _few_of_json(prompt)
+    text = bytes(view[1:-1])
+    try:
+        ids = numpy.fromstring(text, numpy.int64, sep=",")  # an id of more than 64 bits becomes the highest
+    except ValueError:  # it is no list of integers alone
+        return None
+    num_commas = numpy.count_nonzero(numpy.frombuffer(text, numpy.uint8) == ord(","))
+    if len(ids) != num_commas + 1:  # numpy below 2.3 ends there instead, with a warning
+        return None
+    return array("I", ids.astype(numpy.uint32).tobytes()) if ids.min() >= 0 and ids.max() < 2**32 else None
+
+
+def _few_of_json(prompt: msgspec.Raw) -> array[int] | None:
+    """The same in one call: a server with nothing else to do has numpy's code in no cache, and 0.06 ms to wait for it.
+
+    Measured on a virtual machine with 3 ms between two requests: 0.04 ms for a body of 16 ids instead of 0.10.
+    """
+    try:
+        return array("I", _list_decoder.decode(prompt))
+    except (msgspec.DecodeError, OverflowError):
+        return None
 
 
 def _words_before(padded: bytes, ends: numpy.ndarray) -> numpy.ndarray:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+
+EMPTY = -1
+"""In place of a number of holders. So a page that is freed twice is found in O(1)."""
 
 
 class PageError(RuntimeError):
@@ -22,8 +25,7 @@ class PagePool:
             raise PageError(f"num_pages is {num_pages}; a pool has at least 1 page")
         self.num_pages = num_pages
         self._empty = list(range(num_pages, 0, -1))  # a stack: page 1 is given out first
-        self._is_empty = bytearray([0]) + bytearray([1]) * num_pages  # by page; finds a double free in O(1)
-        self._num_holders = [0] * (num_pages + 1)  # sequences, by page
+        self._num_holders = [0] + [EMPTY] * num_pages  # sequences, by page
         self._num_used = 0
 
     @property
@@ -60,20 +62,22 @@ class PagePool:
             raise PageError(f"{num} pages asked for, but {len(self._empty)} of {self.num_pages} are empty")
         pages = [self._empty.pop() for _ in range(num)]
         for page in pages:
-            self._is_empty[page] = 0
             self._num_holders[page] = 1
         self._num_used += num
         return pages
 
-    def share(self, pages: Iterable[int]) -> None:
-        """Counts one more sequence that holds each of these pages. Raises PageError for an empty one."""
-        holders, is_empty, num_new = self._num_holders, self._is_empty, 0
+    def share(self, pages: Sequence[int]) -> None:
+        """Counts one more sequence that holds each of these pages. Raises PageError for an empty one.
+
+        No page may come twice.
+        """
+        holders = self._num_holders
+        before = [holders[page] for page in pages]
+        if EMPTY in before:
+            raise PageError(f"page {pages[before.index(EMPTY)]} was shared, but it is empty")
         for page in pages:
-            if is_empty[page]:
-                raise PageError(f"page {page} was shared, but it is empty")
-            num_new += not holders[page]
             holders[page] += 1
-        self._num_used += num_new
+        self._num_used += before.count(0)
 
     def release(self, pages: Iterable[int]) -> list[int]:
         """Counts one sequence less; returns the pages that none holds any more: the caller's, to cache or to empty.
@@ -98,9 +102,9 @@ class PagePool:
         """Takes back pages that nobody holds and nobody wants. PageError names one that is held or empty already."""
         for page in pages:
             self._check_number(page, "emptied")
-            if self._num_holders[page] or self._is_empty[page]:
-                raise PageError(f"page {page} was emptied, but it is {'empty' if self._is_empty[page] else 'held'}")
-            self._is_empty[page] = 1
+            if (num := self._num_holders[page]) != 0:
+                raise PageError(f"page {page} was emptied, but it is {'empty' if num == EMPTY else 'held'}")
+            self._num_holders[page] = EMPTY
             self._empty.append(page)
 
     def check_integrity(self, held: Iterable[int], cached: Iterable[int]) -> None:
@@ -116,12 +120,11 @@ class PagePool:
                 if kinds[page]:
                     raise PageError(f"page {page} is {kind}, and {kinds[page]} as well")
                 kinds[page] = kind
-                if self._is_empty[page] != (kind == "empty"):
-                    raise PageError(f"page {page} is {kind}, but its flag says otherwise")
-                if self._num_holders[page] != num_holders[page]:
-                    raise PageError(
-                        f"page {page} has {num_holders[page]} holders, but {self._num_holders[page]} are counted"
-                    )
+                counted = self._num_holders[page]
+                if (counted == EMPTY) != (kind == "empty"):
+                    raise PageError(f"page {page} is {kind}, but its count says otherwise")
+                if kind != "empty" and counted != num_holders[page]:
+                    raise PageError(f"page {page} has {num_holders[page]} holders, but {counted} are counted")
         lost = [page for page, kind in kinds.items() if not kind]
         if lost:
             raise PageError(f"{len(lost)} pages are neither empty, held nor cached, the first is page {lost[0]}")

@@ -84,8 +84,10 @@ def lower(
         session_id=sampling.session_id or "",
         grammar=_grammar(sampling, tokenizer),
     )
+    others = range(1, sampling.n)
     return [
-        dataclasses.replace(first, request_id=f"{request_id}-{j}", seed=sample_seed(seed, j)) for j in range(sampling.n)
+        first,
+        *(dataclasses.replace(first, request_id=f"{request_id}-{j}", seed=sample_seed(seed, j)) for j in others),
     ]
 
 

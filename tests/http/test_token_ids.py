@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 
+import msgspec
 import pytest
 
 from jaxinfer.http import token_ids
@@ -60,3 +61,15 @@ def test_what_is_wrong_behind_the_ids_is_found_where_it_is(rest):
     with pytest.raises(InvalidRequest) as found:
         decode(CompletionRequest, body)
     assert token_ids.MARK.decode().strip('"') not in str(found.value)
+
+
+@pytest.mark.parametrize("short_bytes", [0, token_ids.SHORT_BYTES])
+@pytest.mark.parametrize(
+    ("text", "ids"),
+    [("[7]", [7]), ("[1 ,\n 2]", [1, 2]), ("[0,4294967295]", [0, 2**32 - 1]), ("[4294967296]", None), ("[1,-2]", None),
+     ("[1, 2.5]", None), ('[1, "a"]', None), ("[1, [2]]", None), ("[]", None), ('"1"', None), ("7", None)],
+)  # fmt: skip
+def test_few_ids_are_read_as_many_are(text, ids, short_bytes, monkeypatch):
+    monkeypatch.setattr(token_ids, "SHORT_BYTES", short_bytes)
+    found = token_ids.of_json(msgspec.Raw(text.encode()))
+    assert ids == (None if found is None else found.tolist())

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from itertools import takewhile
 
 import pytest
 
@@ -11,7 +12,7 @@ from jaxinfer.scheduler.pages import PageError, PagePool
 from jaxinfer.scheduler.prefix import PrefixCache
 from jaxinfer.scheduler.states import States
 from jaxinfer.scheduler.tiers import Tiers
-from jaxinfer.scheduler.tree import Tree
+from jaxinfer.scheduler.tree import Tree, pack
 
 NOW = 100  # a plan after all that filled pages
 
@@ -214,3 +215,27 @@ def test_every_page_that_none_holds_can_be_had_whatever_was_shared(seed: int):
         rng.shuffle(cache.holders)
     assert cache.num_evictions > 50
     assert len(cache.alloc(cache.pool.num_free)) == 30 - len({page for *_, pages in cache.holders for page in pages})
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_as_many_pages_are_found_as_the_longest_of_all_prompts_that_begin_alike_has(seed):
+    rng, page_size = random.Random(seed), 2
+    tree, prompts = Tree(page_size), []
+    for _ in range(40):
+        cut = rng.randrange(12) * page_size
+        tokens = (rng.choice(prompts)[:cut] if prompts else []) + rng.choices(range(3), k=rng.randrange(1, 12) * 2)
+        found, _, _ = tree.walk("", tokens)
+        pairs = (zip(tokens, prompt, strict=False) for prompt in prompts)
+        alike = [len([*takewhile(lambda pair: pair[0] == pair[1], both)]) for both in pairs]
+        assert len(found) == max(alike, default=0) // page_size
+        assert pack(tokens[: len(found) * page_size]) == b"".join(node.packed for node in found)
+        node = found[-1] if found else tree.root("")
+        for start in range(len(found) * page_size, len(tokens), page_size):
+            node = tree.add(node, pack(tokens[start : start + page_size]))
+            node.page = 1
+        prompts.append(tokens)
+        if rng.random() < 0.3:  # what lies below some page of it is given up
+            path = tree.path("", tokens)
+            tree.detach(rng.choice(path))
+            prompts = [p for p in (p[: page_size * len(tree.path("", p))] for p in prompts) if p]
+        tree.check_integrity(PagePool(1))
