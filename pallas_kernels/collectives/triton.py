@@ -149,6 +149,9 @@ def _collective(
     out = y_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
     slot = (number & 1) * RANKS
     mine = tl.load(x + (rank * WORDS if SCATTER else 0), mask=real, other=0)
+    if RESIDUAL:  # before what has to be waited for
+        kept = tl.load(residual_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + word, mask=real, other=0)
+    inbox = _place(inboxes_ptr, device, slot * PROGRAMS + program, REGION)
     for turn in tl.static_range(1, RANKS):
         other = (rank + turn) % RANKS
         theirs = tl.load(x + other * WORDS, mask=real, other=0) if SCATTER else mine
@@ -159,7 +162,7 @@ def _collective(
     first = tl.zeros((BLOCK,), tl.float32)
     second = tl.zeros((BLOCK,), tl.float32)
     for of in tl.static_range(RANKS):
-        at = _place(inboxes_ptr, device, (slot + of) * PROGRAMS + program, REGION)
+        at = inbox + of * (PROGRAMS * REGION)
         got = tl.load(at + inside, mask=real, other=0, volatile=True)
         here = ((got >> 32).to(tl.int32) == number) | (rank == of) | (word >= WORDS)
         while (tl.min(here.to(tl.int32), 0) == 0) & (spins_left > 0):
@@ -178,7 +181,6 @@ def _collective(
             second += tl.where(here, high, float("nan"))
     if not GATHER:
         if RESIDUAL:
-            kept = tl.load(residual_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + word, mask=real, other=0)
             low, high = _numbers(kept, PAIRS)
             first += low
             second += high
