@@ -69,12 +69,14 @@ class Section(NamedTuple):
 _PROFILED = "--xla_gpu_command_buffer_update_mode=SKIP_PROFILED"  # its allocator is chosen when the process starts
 SECTIONS: Mapping[str, Section] = {
     "qwen3-32b-1": Section("qwen3-32b", "tensor=1", ("written",)),
-    "qwen3-32b-2": Section("qwen3-32b", "tensor=2", ("written", "split", "captured")),
+    "qwen3-32b-2": Section("qwen3-32b", "tensor=2", ("written",)),
+    "qwen3-32b-2-xla": Section("qwen3-32b", "tensor=2", ("split", "captured")),
     "qwen3-32b-2-profiled": Section("qwen3-32b", "tensor=2", ("profiled",), _PROFILED),
     "qwen3-32b-data": Section("qwen3-32b", "data=2", ("written",)),
     "qwen3-32b-pipeline": Section("qwen3-32b", "pipeline=2", ("written", "captured")),
     "qwen3-30b-a3b-1": Section("qwen3-30b-a3b", "tensor=1", ("written",)),
-    "qwen3-30b-a3b-2": Section("qwen3-30b-a3b", "expert=2", ("written", "split", "captured")),
+    "qwen3-30b-a3b-2": Section("qwen3-30b-a3b", "expert=2", ("written",)),
+    "qwen3-30b-a3b-2-xla": Section("qwen3-30b-a3b", "expert=2", ("split", "captured")),
     "qwen3-30b-a3b-2-profiled": Section("qwen3-30b-a3b", "expert=2", ("profiled",), _PROFILED),
     "qwen3-30b-a3b-expert-heads": Section("qwen3-30b-a3b", "expert=2", ("written",), rules="expert-heads"),
     "qwen3-30b-a3b-data": Section("qwen3-30b-a3b", "data=2", ("written",)),
