@@ -115,6 +115,7 @@ def measure(name: str, *, tiny: bool, num_steps: int) -> dict[str, Any]:
     params = random_weights(builder)
     found: dict[str, Any] = {
         "section": name,
+        "commit": describe()["commit"],
         "model": section.model,
         "mesh": section.mesh,
         "rules": section.rules,

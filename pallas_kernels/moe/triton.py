@@ -1,7 +1,7 @@
 """Layers of experts in Triton kernels that read every expert once, however many tokens chose it. GPUs from Ampere on.
 
 Few tokens go to their experts choice by choice: four kernels. More are sorted by expert first, and a program computes
-a block of an expert's tokens: four kernels up to 16 tokens, eight for many.
+a block of an expert's tokens: five kernels up to 16 tokens, eight for many.
 """
 
 from __future__ import annotations

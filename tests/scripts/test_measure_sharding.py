@@ -24,7 +24,7 @@ def row(step_ms, tokens, margins=(0.5, 0.001)):
 
 
 def test_a_mesh_is_compared_with_one_device_and_other_tokens_are_told_with_their_margins():
-    one = section("m", "tensor=1", {"split": [row(4.0, [5, 6])]})
+    one = section("m", "tensor=1", {"written": [row(4.0, [5, 6])]})
     two = section("m", "tensor=2", {"split": [row(2.0, [5, 6])], "captured": [row(2.5, [5, 7])]})
     alone, split, captured = measure_sharding.compare({"m-1": one, "m-2": two})
     assert "speed_up" not in alone
@@ -52,6 +52,6 @@ def test_tiny_models_are_measured_on_virtual_devices(tmp_path):
     found = json.loads(out.read_text())
     assert list(found["sections"]) == names and not found["failed"]
     two = found["sections"]["qwen3-30b-a3b-2"]
-    assert set(two["variants"]) == {"split", "captured"}
+    assert set(two["variants"]) == {"written"}
     assert set(two["weights_bytes"].values()) == {two["planned_weights_bytes"]}
     assert all(line["num_other_tokens"] == 0 for line in found["comparison"] if "speed_up" in line)
