@@ -6,6 +6,7 @@ import ctypes
 import functools
 import itertools
 import logging
+import os
 
 import flax.struct
 import jax
@@ -18,6 +19,12 @@ from pallas_kernels.collectives import api
 
 GENERATION = 0x9E3779B1
 """Between the first numbers of two states, modulo 2**32: words of the one are never taken for the other's."""
+
+ALLOCATORS = ("default", "bfc", "platform")
+"""Of XLA (XLA_PYTHON_CLIENT_ALLOCATOR): those that take memory by cudaMalloc, which other GPUs may write to once they
+have access. Memory of the others would need to be shared piece by piece, and a write to it ends the process."""
+VMM_FLAG = "xla_gpu_command_buffer_update_mode=SKIP"
+"""In XLA_FLAGS it has XLA choose another allocator."""
 
 log = logging.getLogger(__name__)
 
@@ -87,6 +94,10 @@ def reachable(mesh: Mesh) -> bool:
     """Whether each device of a mesh of several can write into the memory of each other: GPUs of this process alone."""
     devices = list(mesh.devices.flat)
     if len(devices) == 1 or devices[0].platform != "gpu" or not set(devices) <= set(jax.local_devices()):
+        return False
+    allocator = os.environ.get("XLA_PYTHON_CLIENT_ALLOCATOR", ALLOCATORS[0]).lower()
+    if allocator not in ALLOCATORS or VMM_FLAG in os.environ.get("XLA_FLAGS", ""):
+        log.warning("collectives go through NCCL: of XLA's allocators, GPUs write into memory of %s alone", ALLOCATORS)
         return False
     numbers = [device.local_hardware_id for device in devices]
     apart = [pair for pair in itertools.permutations(numbers, 2) if not _can_access(*pair)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import jax
 import numpy as np
 import pytest
@@ -51,6 +53,50 @@ def test_states_count_from_numbers_that_are_far_apart_and_none_has_given_up(mesh
 
 def test_an_inbox_has_room_for_every_place_of_every_device(mesh):
     assert peers.inbox_bytes(mesh) == 8 * api.SLOTS * 4 * api.PROGRAMS * api.REGION
+
+
+class Gpu:
+    """What `reachable` asks of a device."""
+
+    platform = "gpu"
+
+    def __init__(self, number):
+        self.local_hardware_id = number
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """A mesh of three GPUs of this process, whose driver lets all pairs write but those in `apart`."""
+    devices, apart = [Gpu(number) for number in range(3)], set()
+    monkeypatch.setattr(jax, "local_devices", lambda: devices)
+    monkeypatch.setattr(peers, "_can_access", lambda gpu, other: (gpu, other) not in apart)
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_ALLOCATOR", raising=False)
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    return SimpleNamespace(mesh=SimpleNamespace(devices=np.array(devices, object)), apart=apart)
+
+
+def test_gpus_that_all_have_access_write_to_each_other(gpus):
+    assert peers.reachable(gpus.mesh)
+    gpus.apart.add((2, 0))
+    assert not peers.reachable(gpus.mesh)
+
+
+def test_gpus_of_another_process_are_not_written_to(gpus, monkeypatch):
+    monkeypatch.setattr(jax, "local_devices", lambda: list(gpus.mesh.devices[:2]))
+    assert not peers.reachable(gpus.mesh)
+
+
+@pytest.mark.parametrize("allocator", ["cuda_async", "vmm", "address"])
+def test_memory_that_was_not_taken_by_cuda_malloc_is_not_written_to(gpus, monkeypatch, allocator):
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_ALLOCATOR", allocator)
+    assert not peers.reachable(gpus.mesh)
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_ALLOCATOR", "BFC")
+    assert peers.reachable(gpus.mesh)
+
+
+def test_a_flag_that_has_xla_take_another_allocator_is_seen(gpus, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_command_buffer_update_mode=SKIP_PROFILED")
+    assert not peers.reachable(gpus.mesh)
 
 
 def test_devices_of_a_cpu_and_single_ones_do_not_write_to_each_other(mesh):
