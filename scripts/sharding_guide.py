@@ -32,6 +32,7 @@ from jaxinfer.params import random_params
 from jaxinfer.runner import cache, inputs
 from jaxinfer.runner.buckets import Bucket
 from jaxinfer.runner.compiled import compile_lowered, lower_step
+from jaxinfer.runner.peers import Inboxes
 from jaxinfer.runner.step import StepBuilder
 from jaxinfer.scheduler.plan import DecodeRow, PrefillChunk, StepPlan
 from jaxinfer.sharding import report, report_output, rules
@@ -197,7 +198,8 @@ def fill_and_decode() -> tuple[StepPlan, StepPlan]:
 
 def run(builder: StepBuilder) -> tuple[np.ndarray, float]:
     """Logits [8, V] of a decode step after prompts, and the milliseconds of such a step, by launches back to back."""
-    params, state = make_params(builder), cache.zeros(builder.abstract_state)
+    inboxes = Inboxes(builder.mesh) if builder.writes_to_peers else None  # GPUs write into each other's memory
+    params, state = make_params(builder), cache.zeros(builder.abstract_state, inboxes)
     for plan, bucket in zip(fill_and_decode(), reversed(BUCKETS), strict=True):
         place = builder.abstract_rows if bucket.decode else builder.abstract_inputs
         packed = np.zeros(place.shape, np.int32)

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxinfer.models.model import CacheShape, RecurrentShape
 from jaxinfer.params import shard_bytes
 from jaxinfer.runner import inputs
-from jaxinfer.runner.peers import PeerState
+from jaxinfer.runner.peers import Inboxes, PeerState
 from jaxinfer.runner.sampling import num_top
 from jaxinfer.sharding import rules
 from pallas_kernels.delta_rule.api import TAPS
@@ -121,9 +121,17 @@ class StateShape:
         )
 
 
-def zeros(abstract: DeviceState) -> DeviceState:
-    """The state of an engine that has run nothing, made on the devices."""
-    return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype, device=a.sharding), abstract)
+def zeros(abstract: DeviceState, inboxes: Inboxes | None = None) -> DeviceState:
+    """The state of an engine that has run nothing, made on the devices.
+
+    inboxes: where devices write into each other's memory, which they do as long as the state is used. ValueError where
+    the state has no place for them, or lacks them: kernels would write to address 0.
+    """
+    if (inboxes is None) != (abstract.peers is None):
+        missing = "no inboxes were given" if inboxes is None else "the state given inboxes has no place for them"
+        raise ValueError(f"{missing}: devices write into each other's memory if, and only if, StepBuilder says so")
+    state = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype, device=a.sharding), abstract.replace(peers=None))
+    return state if inboxes is None else state.replace(peers=inboxes.new_state())
 
 
 def make_holes(sizes: Sequence[int]) -> list[jax.Array]:

@@ -35,11 +35,11 @@ class PeerState:
 
     inboxes: jax.Array  # [D, 2] int32: address of each device's inbox, low and high half; on every device
     device: jax.Array  # [D] int32: number of each device, on that
-    counts: jax.Array  # [D * (PROGRAMS + 1)] int32: of each device, on that: see `api.Peers`
+    counts: jax.Array  # [D * num_counts] int32: of each device, on that: see `api.Peers`
 
     def open(self, mesh: rules.AnyMesh) -> api.Peers:
         """What kernels take, inside the shard_map of the mesh: `counts` as a Ref."""
-        return api.Peers(self.inboxes, self.device, jax.new_ref(self.counts), tuple(mesh.shape.items()))
+        return api.Peers(self.inboxes, self.device, jax.new_ref(self.counts), _axes(mesh))
 
     def close(self, peers: api.Peers) -> PeerState:
         """After the kernels that had `peers`."""
@@ -49,16 +49,21 @@ class PeerState:
 def abstract(mesh: rules.AnyMesh) -> PeerState:
     """Shapes, dtypes and shardings."""
     size, own = mesh.size, NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+    num_counts = api.num_counts(_axes(mesh))
     return PeerState(
         inboxes=jax.ShapeDtypeStruct((size, 2), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec())),
         device=jax.ShapeDtypeStruct((size,), jnp.int32, sharding=own),
-        counts=jax.ShapeDtypeStruct((size * (api.PROGRAMS + 1),), jnp.int32, sharding=own),
+        counts=jax.ShapeDtypeStruct((size * num_counts,), jnp.int32, sharding=own),
     )
 
 
 def inbox_bytes(mesh: rules.AnyMesh) -> int:
     """Of each device."""
-    return 8 * api.inbox_words(mesh.size)
+    return 8 * api.inbox_words(_axes(mesh))
+
+
+def _axes(mesh: rules.AnyMesh) -> tuple[tuple[str, int], ...]:
+    return tuple(mesh.shape.items())
 
 
 class Inboxes:
@@ -81,8 +86,8 @@ class Inboxes:
         first = np.uint32(self._num_states * GENERATION % 2**32).view(np.int32)
         self._num_states += 1
         shapes = abstract(self._mesh)
-        counts = np.full((self._mesh.size, api.PROGRAMS + 1), first, np.int32)
-        counts[:, api.PROGRAMS] = 0
+        counts = np.full((self._mesh.size, api.num_counts(_axes(self._mesh))), first, np.int32)
+        counts[:, -1] = 0
         return PeerState(
             inboxes=jax.device_put(self._addresses, shapes.inboxes.sharding),
             device=jax.device_put(np.arange(self._mesh.size, dtype=np.int32), shapes.device.sharding),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import statistics
@@ -206,14 +207,15 @@ class ModelRunner:
         self._counter.close()
         if self._tier is not None:
             self._tier.close()
+        if self._inboxes is not None:  # what a step writes there once they are gone would be another's
+            with contextlib.suppress(Exception):
+                jax.block_until_ready(self._state)
         del self._programs, self._params, self._state, self._staged, self._rows, self._host, self._around_holes
         del self._inboxes
 
     def _make_state(self) -> None:
         inputs, rows = self._builder.abstract_inputs, self._builder.abstract_rows
-        self._state = cache.zeros(self._builder.abstract_state)
-        if self._inboxes is not None:
-            self._state = self._state.replace(peers=self._inboxes.new_state())
+        self._state = cache.zeros(self._builder.abstract_state, self._inboxes)
         self._staged = jnp.zeros_like(inputs, device=inputs.sharding)
         self._rows = jnp.zeros_like(rows, device=rows.sharding)  # of decode steps
 

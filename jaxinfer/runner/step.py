@@ -185,7 +185,8 @@ class StepBuilder:
             state, hidden, place = self._run(params, state, step, split)
             if not scored:
                 return state
-            logits = functools.partial(self.model.logits, params, place=place)
+            # The state is what it is after the step: nothing here may count collectives any more.
+            logits = functools.partial(self.model.logits, params, place=place._replace(peers=None))
             return state, scoring.score(logits, hidden, *targets, self.vocab_size)
 
         if self.mesh.size == 1:

@@ -24,34 +24,63 @@ class Peers(NamedTuple):
 
     inboxes: jax.Array  # int32 [devices, 2]: address of each device's inbox, low and high half, in the mesh's order
     device: jax.Array  # int32 [1]: which of them this is
-    counts: jax.Ref  # int32 [PROGRAMS + 1]: collectives that each program took part in; whether one waited in vain
+    counts: jax.Ref  # int32 [num_counts]: collectives of each kind of ring that each program took part in; whether one
+    # waited in vain
     axes: tuple[tuple[str, int], ...]  # the mesh's, with their lengths
 
 
 class Ring(NamedTuple):
-    """The devices that a collective is over: `size` of them, `stride` apart in the mesh's order."""
+    """The devices that a collective is over: `size` of them, `stride` apart in the mesh's order.
+
+    Each kind of ring has places and counts of its own. Who has the words of the next collective of a ring knows that
+    all of it have read those of this one, and of a device that is not in it knows nothing.
+    """
 
     size: int
     stride: int
+    number: int  # of this kind among those of the mesh
+    before: int  # devices that the kinds before it are over, each of which has its places in an inbox
 
 
-def ring(axes: tuple[str, ...], mesh: tuple[tuple[str, int], ...]) -> Ring:
-    """The devices along mesh axes. NotImplementedError where they are not equally far apart, or in another order."""
+def rings(mesh: tuple[tuple[str, int], ...]) -> dict[tuple[str, ...], Ring]:
+    """All that collectives may be over: axes that follow each other, but for those of one device."""
     along = [(name, size) for name, size in mesh if size > 1]
-    names = [name for name, _ in along]
-    wanted = [name for name in axes if name in names]
-    first = names.index(wanted[0]) if wanted else 0
-    last = first + len(wanted)
-    if names[first:last] != wanted:
+    found: dict[tuple[str, ...], Ring] = {}
+    before = 0
+    for first in range(len(along)):
+        for last in range(first + 1, len(along) + 1):
+            names, sizes = zip(*along[first:last], strict=True)
+            stride = math.prod(size for _, size in along[last:])
+            found[names] = Ring(math.prod(sizes), stride, len(found), before)
+            before += math.prod(sizes)
+    return found
+
+
+def ring(axes: tuple[str, ...], mesh: tuple[tuple[str, int], ...], *, any_order: bool) -> Ring:
+    """The devices along mesh axes, in the order of these or in any.
+
+    NotImplementedError where they are not equally far apart, not in this order, or a single one.
+    """
+    sizes = dict(mesh)
+    wanted = [name for name in axes if sizes[name] > 1]
+    if any_order:
+        wanted.sort(key=list(sizes).index)
+    found = rings(mesh).get(tuple(wanted))
+    if found is None:
         raise NotImplementedError(
-            f"devices along {axes} of a mesh {dict(mesh)} are not equally far apart in this order"
+            f"devices along {axes} of a mesh {sizes} are one alone, or not equally far apart in this order"
         )
-    return Ring(math.prod(size for _, size in along[first:last]), math.prod(size for _, size in along[last:]))
+    return found
 
 
-def inbox_words(num_devices: int) -> int:
-    """Words of 64 bits that an inbox has, for collectives over up to `num_devices`."""
-    return SLOTS * num_devices * PROGRAMS * REGION
+def inbox_words(mesh: tuple[tuple[str, int], ...]) -> int:
+    """Words of 64 bits that an inbox has, for collectives over any axes of a mesh."""
+    return SLOTS * sum(ring.size for ring in rings(mesh).values()) * PROGRAMS * REGION
+
+
+def num_counts(mesh: tuple[tuple[str, int], ...]) -> int:
+    """Of a device: see `Peers.counts`. The last says whether one waited in vain."""
+    return len(rings(mesh)) * PROGRAMS + 1
 
 
 def _routes(op: str) -> tuple[Route, ...]:

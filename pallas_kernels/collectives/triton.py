@@ -77,7 +77,7 @@ def _exchange(
     """A result of `shape`: a sum, or what devices have, by runs of so many bytes."""
     if peers is None:
         raise NotImplementedError("devices cannot write into each other's memory")
-    ring = api.ring(axes, peers.axes)
+    ring = api.ring(axes, peers.axes, any_order=not (run_bytes or scattered))
     sent_bytes = x.nbytes // ring.size if scattered else x.nbytes
     if sent_bytes % 4 or run_bytes % 4:
         raise NotImplementedError(f"{x.shape} numbers of {x.dtype} do not fill words of 32 bits")
@@ -92,6 +92,9 @@ def _exchange(
         "RUN": run_bytes // 4,
         "RANKS": ring.size,
         "STRIDE": ring.stride,
+        "PLACES": api.SLOTS * ring.before,
+        "COUNTS": ring.number * api.PROGRAMS,
+        "IN_VAIN": api.num_counts(peers.axes) - 1,
         "PAIRS": x.dtype == jnp.bfloat16,
         "RESIDUAL": residual is not None,
         "GATHER": run_bytes > 0,
@@ -126,6 +129,9 @@ def _collective(
     RUN: tl.constexpr,
     RANKS: tl.constexpr,
     STRIDE: tl.constexpr,
+    PLACES: tl.constexpr,
+    COUNTS: tl.constexpr,
+    IN_VAIN: tl.constexpr,
     PAIRS: tl.constexpr,
     RESIDUAL: tl.constexpr,
     GATHER: tl.constexpr,
@@ -138,8 +144,8 @@ def _collective(
     """BLOCK of the WORDS that each device sends to each. A program writes to its own places alone, however many words
     there are. GATHER: runs of RUN words of each device follow each other."""
     program = tl.program_id(0)
-    number = tl.load(counts_ptr + program) + 1
-    spins_left = tl.where(tl.load(counts_ptr + PROGRAMS) == 0, SPINS, 0)
+    number = tl.load(counts_ptr + COUNTS + program) + 1
+    spins_left = tl.where(tl.load(counts_ptr + IN_VAIN) == 0, SPINS, 0)
     device = tl.load(device_ptr)
     rank = (device // STRIDE) % RANKS
     inside = tl.arange(0, BLOCK)
@@ -147,7 +153,7 @@ def _collective(
     real = word < WORDS
     x = x_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + word
     out = y_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
-    slot = (number & 1) * RANKS
+    slot = PLACES + (number & 1) * RANKS
     mine = tl.load(x + (rank * WORDS if SCATTER else 0), mask=real, other=0)
     if RESIDUAL:  # before what has to be waited for
         kept = tl.load(residual_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + word, mask=real, other=0)
@@ -169,7 +175,7 @@ def _collective(
             got = tl.load(at + inside, mask=real, other=0, volatile=True)
             here = ((got >> 32).to(tl.int32) == number) | (rank == of) | (word >= WORDS)
             spins_left -= 1
-        tl.store(counts_ptr + PROGRAMS, 1, mask=tl.min(here.to(tl.int32), 0) == 0)
+        tl.store(counts_ptr + IN_VAIN, 1, mask=tl.min(here.to(tl.int32), 0) == 0)
         found = tl.where(rank == of, mine, (got & 0xFFFFFFFF).to(tl.int32))
         if GATHER:
             # All bits set: NaN, whatever the numbers are; the greatest of integers without a sign, and -1.
@@ -190,7 +196,7 @@ def _collective(
             tl.store(out + word, low | high, mask=real)
         else:
             tl.store(out + word, first.to(tl.int32, bitcast=True), mask=real)
-    tl.store(counts_ptr + program, number)
+    tl.store(counts_ptr + COUNTS + program, number)
 
 
 @triton.jit

@@ -86,7 +86,7 @@ def choose(
     outputs = [*choices(tokens, top_k), jax.ShapeDtypeStruct(x.shape if few else (1, 1), x.dtype)]
     scores = [logits.parts, logits.squares, logits.parts if valid is None else valid]
     inputs = [*scores, x, norm.weight, layer.reshape(1)]
-    grid, warps = (tokens // block,), max(block, triton.cdiv(depth, 2048) if few else 1)
+    grid, warps = (tokens // block,), max(block, triton.next_power_of_2(triton.cdiv(depth, 2048)) if few else 1)
     expert, weight, normalised = launch(
         _choose, inputs, outputs, grid=grid, constants=constants, target=target, num_warps=warps
     )

@@ -8,23 +8,29 @@ Prints one JSON object: by case what is wrong with its results.
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import mmap
 import multiprocessing
 import sys
+import time
+from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import new_ref
+from triton.runtime.interpreter import InterpreterBuilder
 
 from pallas_kernels.collectives import api, triton
 from pallas_kernels.dispatch import Target
 from tests.pallas_kernels.collective_cases import CASES, Case
 
 TARGET = Target("gpu", 90)
-FEW_SPINS = 3
+FEW_SPINS, SOME_SPINS = 3, 2**15
+LATE_S, NUM_LATE = 2.0, 2
 
 
 def numbers(case: Case, device: int, number: int) -> tuple[np.ndarray, np.ndarray]:
@@ -36,31 +42,47 @@ def numbers(case: Case, device: int, number: int) -> tuple[np.ndarray, np.ndarra
 
 def run_device(case: Case, device: int, addresses: np.ndarray, results: multiprocessing.SimpleQueue) -> None:
     """All collectives of one device."""
-    counts = np.full(api.PROGRAMS + 1, case.first, np.int32)
-    counts[api.PROGRAMS] = 0
+    counts = np.full(api.num_counts(case.mesh), case.first, np.int32)
+    counts[-1] = 0
     ref = new_ref(jnp.asarray(counts))
     how = {"peers": api.Peers(jnp.asarray(addresses), jnp.asarray([device], jnp.int32), ref, case.mesh)}
     how["target"] = TARGET
-    if case.absent:
-        triton.SPINS = FEW_SPINS
-    size = len(group(case, device))
+    triton.SPINS = FEW_SPINS if case.absent else SOME_SPINS
+    if device == case.slow:
+        InterpreterBuilder.create_masked_load = looks_late(InterpreterBuilder.create_masked_load)
+    if device == case.late:
+        time.sleep(LATE_S)
     found = []
     for number, (op, *_) in enumerate(case.calls):
+        axes, size = axes_of(case, number), len(group(case, device, number))
         x, residual = map(jnp.asarray, numbers(case, device, number))
-        with mock.patch.object(jax.lax, "axis_size", lambda _: size):
+        with mock.patch.object(jax.lax, "axis_size", lambda _, size=size: size):
             if op == "scatter":
-                y = api.reduce_scatter(x, case.axes, **how)
+                y = api.reduce_scatter(x, axes, **how)
             elif op in ("gather", "columns"):
-                y = api.all_gather(x, case.axes, axis=int(op == "columns"), **how)
+                y = api.all_gather(x, axes, axis=int(op == "columns"), **how)
             else:
-                y = api.all_reduce(x, case.axes, residual=residual if op == "add" else None, **how)
+                y = api.all_reduce(x, axes, residual=residual if op == "add" else None, **how)
         found.append(np.asarray(y))
     results.put((device, found))
 
 
+def looks_late(load: Callable[..., Any]) -> Callable[..., Any]:
+    """The interpreter's load, late the first times that it looks at what another device may write."""
+
+    looks = itertools.count()
+
+    def late(*args: Any) -> Any:
+        if args[-1] and next(looks) < NUM_LATE:  # it is volatile
+            time.sleep(LATE_S)
+        return load(*args)
+
+    return late
+
+
 def expected(case: Case, device: int, number: int) -> np.ndarray:
     """The result of a collective, added up in the order in which the kernel does."""
-    op, members = case.calls[number][0], group(case, device)
+    op, members = case.calls[number][0], group(case, device, number)
     of_all = [numbers(case, member, number)[0] for member in members]
     if op in ("gather", "columns"):
         return np.concatenate(of_all, axis=int(op == "columns"))
@@ -70,10 +92,15 @@ def expected(case: Case, device: int, number: int) -> np.ndarray:
     return total + numbers(case, device, number)[1] if op == "add" else total
 
 
-def group(case: Case, device: int) -> list[int]:
-    """The devices that a device's collectives are over."""
+def axes_of(case: Case, number: int) -> tuple[str, ...]:
+    """Of a collective."""
+    return case.axes[number % len(case.axes)]
+
+
+def group(case: Case, device: int, number: int) -> list[int]:
+    """The devices that one of a device's collectives is over."""
     sizes = [size for _, size in case.mesh]
-    split = [name in case.axes for name, _ in case.mesh]
+    split = [name in axes_of(case, number) for name, _ in case.mesh]
     own = np.unravel_index(device, sizes)
     return [
         other
@@ -85,7 +112,7 @@ def group(case: Case, device: int) -> list[int]:
 def check(case: Case) -> list[str]:
     """What is wrong with the results of a case."""
     size = int(np.prod([n for _, n in case.mesh]))
-    memory = [mmap.mmap(-1, 8 * api.inbox_words(size)) for _ in range(size)]  # at the same address in every child
+    memory = [mmap.mmap(-1, 8 * api.inbox_words(case.mesh)) for _ in range(size)]  # at the same address in every child
     addresses = np.array([np.frombuffer(m, np.uint8).ctypes.data for m in memory], np.uint64)
     context = multiprocessing.get_context("fork")
     results = context.SimpleQueue()
@@ -106,10 +133,9 @@ def check(case: Case) -> list[str]:
             elif case.absent and case.calls[number][0] != "gather":
                 wrong += [] if np.isnan(y).all() else [f"device {device}, call {number} made numbers of nothing"]
             elif case.absent:
-                theirs = [np.isnan(part).all() for part in np.split(y, len(group(case, device)))]
-                wrong += (
-                    [] if theirs == [who in case.absent for who in group(case, device)] else [f"{number}: {theirs}"]
-                )
+                members = group(case, device, number)
+                theirs = [np.isnan(part).all() for part in np.split(y, len(members))]
+                wrong += [] if theirs == [who in case.absent for who in members] else [f"{number}: {theirs}"]
             elif not np.array_equal(y, right):
                 wrong.append(f"device {device}, call {number}: off by {np.abs(y - right).max()}")
     return wrong

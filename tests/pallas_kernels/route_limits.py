@@ -164,6 +164,12 @@ TAKEN = (
         for call in EVERY_GPU
         for target in (AMPERE, ADA, HOPPER, BLACKWELL, CONSUMER_BLACKWELL)
     ),
+    # Widths of GLM-4.5 and Mixtral 8x22B, and experts of Qwen2-MoE and Qwen3-Next.
+    *(
+        Call("moe", "triton", {"depth": depth, "tokens": tokens})
+        for depth, tokens in ((5120, 1), (5120, 8), (6144, 64))
+    ),
+    *(Call("moe", "triton", {"experts": experts, "tokens": 8}) for experts in (60, 512)),
     Call("paged_attention", "triton", {"width": 256, "target": AMPERE}),
     Call("paged_attention", "triton", {"width": 256, "target": HOPPER}),
     Call("decode_attention", "triton", {"width": 256, "target": AMPERE}),

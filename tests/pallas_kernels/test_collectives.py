@@ -66,22 +66,34 @@ def test_a_scattered_sum_gives_each_device_its_rows(x):
         (("expert", "tensor"), (4, 1)),
         (("data", "expert"), (4, 2)),
         (("data", "expert", "tensor"), (8, 1)),
-        (("absent",), (1, 8)),
+        (("absent", "tensor"), (2, 1)),
     ],
 )
 def test_the_devices_along_axes_are_so_many_and_so_far_apart(axes, ring):
-    found = api.ring(axes, (*SHAPES, ("absent", 1)))
-    assert found.size == ring[0] and (found.stride == ring[1] or found.size == 1)
+    found = api.ring(axes, (*SHAPES, ("absent", 1)), any_order=False)
+    assert (found.size, found.stride) == ring
     numbers = np.arange(8).reshape(2, 2, 2)
-    along = [name in axes for name, _ in SHAPES]
-    group = numbers[tuple(slice(None) if inside else 0 for inside in along)].ravel()
+    group = numbers[tuple(slice(None) if name in axes else 0 for name, _ in SHAPES)].ravel()
     assert list(group) == [found.stride * i for i in range(found.size)]
 
 
-@pytest.mark.parametrize("axes", [("data", "tensor"), ("tensor", "expert")])
-def test_devices_that_are_not_equally_far_apart_in_order_are_refused(axes):
+def test_kinds_of_rings_share_no_place_and_no_count():
+    found = sorted(api.rings(SHAPES).values(), key=lambda ring: ring.number)
+    assert [ring.number for ring in found] == list(range(6))
+    assert [ring.before for ring in found] == [sum(r.size for r in found[:i]) for i in range(6)]
+    assert api.inbox_words(SHAPES) == api.SLOTS * sum(ring.size for ring in found) * api.PROGRAMS * api.REGION
+
+
+def test_a_sum_may_name_axes_in_any_order_and_others_not():
+    assert api.ring(("tensor", "expert"), SHAPES, any_order=True) == api.rings(SHAPES)["expert", "tensor"]
     with pytest.raises(NotImplementedError, match="not equally far apart"):
-        api.ring(axes, SHAPES)
+        api.ring(("tensor", "expert"), SHAPES, any_order=False)
+
+
+@pytest.mark.parametrize("axes", [("data", "tensor"), ()])
+def test_devices_that_are_not_equally_far_apart_or_single_are_refused(axes):
+    with pytest.raises(NotImplementedError, match="one alone, or not equally far apart"):
+        api.ring(axes, SHAPES, any_order=True)
 
 
 def test_shapes_that_do_not_fit_are_refused_with_them():
