@@ -72,7 +72,10 @@ reply=$(curl -sS --fail "$url/v1/chat/completions" -H 'Content-Type: application
 curl -sS --fail "$url/v1/files" -F purpose=batch -F file=@in.jsonl >/dev/null
 page=$(curl -sS --fail "$url/")
 [[ $page == *static/playground.js* ]] || fail "the page at $url/ is $page"
-curl -sS --fail "$url/static/playground.js" >/dev/null
+for file in "${where%/*}"/http/static/*; do
+  [[ $file != *.html ]] || continue # the page itself, at /
+  curl -sS --fail "$url/static/${file##*/}" | cmp --quiet - "$file" || fail "$url does not serve $file"
+done
 kill $server
 wait $server || fail "the server ended with status $?"
 trap - EXIT
