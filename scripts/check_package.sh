@@ -20,13 +20,18 @@ fail() {
 uv=${UV:-$tree/.venv/bin/uv}
 [[ -x $uv ]] || uv=$(command -v uv) || fail "no uv found; run scripts/setup.sh first, or set UV to one"
 
+# Its own path: uv takes a bare name for a version, and would fetch one where that name is a shim that does not run.
+asked=${JAXINFER_PYTHON:-python3.12}
+python=$("$asked" -c 'import sys; print(sys.executable)') ||
+  fail "$asked does not run; set JAXINFER_PYTHON to a Python that does"
+
 rm -rf dist
-"$uv" build --quiet --python "${JAXINFER_PYTHON:-python3.12}" --out-dir dist "$tree"
+"$uv" build --quiet --python "$python" --out-dir dist "$tree"
 wheel=$(echo dist/*.whl)
 sdist=$(echo dist/*.tar.gz)
 say "$(stat -c '%n has %s bytes' "$wheel" "$sdist" | paste -sd' ')"
 
-"${JAXINFER_PYTHON:-python3.12}" - "$wheel" "$sdist" <<'PYTHON'
+"$python" - "$wheel" "$sdist" <<'PYTHON'
 import sys, tarfile, zipfile
 wheel = set(zipfile.ZipFile(sys.argv[1]).namelist())
 with tarfile.open(sys.argv[2]) as sdist:
@@ -40,7 +45,7 @@ if strange or missing:
     sys.exit(f"check_package: strange: {sorted(strange)}, in the sdist alone: {sorted(missing)}")
 PYTHON
 
-[[ -d venv ]] || "${JAXINFER_PYTHON:-python3.12}" -m venv venv
+[[ -d venv ]] || "$python" -m venv venv
 say "installing $wheel and what it needs"
 venv/bin/python -m pip install --quiet "$wheel[parquet]"
 venv/bin/python -m pip install --quiet --force-reinstall --no-deps "$wheel"
