@@ -28,7 +28,7 @@ from pallas_kernels.collectives import api, triton
 from pallas_kernels.dispatch import Target
 
 TARGET = Target("gpu", 90)
-FEW_SPINS, SOME_SPINS = 3, 2**15
+FEW_SPINS, SOME_SPINS = 3, 2**17
 LATE_S, NUM_LATE = 2.0, 2
 
 
