@@ -29,7 +29,7 @@ from pallas_kernels.dispatch import Target
 from tests.pallas_kernels.collective_cases import CASES, Case
 
 TARGET = Target("gpu", 90)
-FEW_SPINS, SOME_SPINS = 3, 2**15
+FEW_SPINS, SOME_SPINS = 3, 2**17
 LATE_S, NUM_LATE = 2.0, 2
 
 

@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import Mesh
 
 from jaxinfer.sharding import rules
+from jaxinfer.sharding.mesh import AXES
 from jaxinfer.types import Request
 from tests.engine.drive import build, drive, num_equal
 from tests.sharding import engines_on_meshes
@@ -24,26 +25,36 @@ CASES = {
         ({"data": 2, "pipeline": 2, "tensor": 2}, "tensor"),
         ({"data": 4, "tensor": 2}, "whole-experts"),
         ({"expert": 2, "sequence": 2, "tensor": 2}, "data-attention"),
+        ({"expert": 2, "tensor": 2}, "expert-heads"),
     ],
     "qwen3": [
         ({"sequence": 2, "tensor": 4}, "tensor"),
         ({"pipeline": 2, "sequence": 2, "tensor": 2}, "whole-experts"),
         ({"data": 2, "expert": 2, "tensor": 2}, "data-attention"),
+        ({"expert": 2, "tensor": 2}, "expert-heads"),
     ],
     "qwen3_moe": [
         ({"data": 2, "expert": 2, "tensor": 2}, "tensor"),
         ({"sequence": 2, "expert": 2, "tensor": 2}, "whole-experts"),
         ({"data": 2, "expert": 4}, "data-attention"),
         ({"sequence": 2, "expert": 2, "tensor": 2}, "data-attention"),
+        ({"expert": 2, "tensor": 2}, "expert-heads"),
     ],
     "qwen3_5": [
         ({"pipeline": 2, "tensor": 2}, "tensor"),
         ({"data": 2, "sequence": 2, "tensor": 2}, "whole-experts"),
         ({"expert": 2, "sequence": 2, "pipeline": 2}, "data-attention"),
+        ({"expert": 2, "pipeline": 2}, "expert-heads"),
         ({"tensor": 4}, WITHOUT_DELTA),
     ],
 }
 """Every preset with every family, and every axis."""
+
+
+def test_every_family_is_served_by_every_preset_and_some_mesh_has_each_axis():
+    for cases in CASES.values():
+        assert {name for _, name in cases if isinstance(name, str)} >= set(rules.PRESETS)
+    assert {axis for cases in CASES.values() for sizes, _ in cases for axis in sizes} == set(AXES)
 
 
 def test_each_device_along_experts_attends_to_sequences_of_its_own():
