@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"jaxinfer {args.command}: interrupted", file=sys.stderr)
         return EXIT_FAILED
-    except (*_refusals(args.command), InvalidRequest, EngineDead, OSError) as error:
+    except (*_refusals(args), InvalidRequest, EngineDead, OSError) as error:
         print(f"jaxinfer {args.command}: {error}", file=sys.stderr)
         return EXIT_FAILED
 
@@ -51,9 +51,10 @@ def _installed_version() -> str:
         return "unknown"  # run from a source tree
 
 
-def _refusals(command: str) -> tuple[type[Exception], ...]:
+def _refusals(args: argparse.Namespace) -> tuple[type[Exception], ...]:
     """The errors of a command whose message says it all. Asked for once there is one: until then nothing is loaded."""
-    if command == "serve" or "jaxinfer.api" not in sys.modules and "jaxinfer.serving" in sys.modules:
+    command = args.command
+    if command == "serve" or getattr(args, "process_id", None):  # see `_follow`
         from jaxinfer import serving
 
         return serving.REFUSALS
