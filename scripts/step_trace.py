@@ -23,6 +23,7 @@ PARTS = {
     "experts": "^_(router|choose|count|sort|product|sum|gate_up|down)$",
     "delta rule": "^_one_token$|^_norm_heads$|^_prepare_chunks$|^states_of_chunks$|^outputs_of_tokens$",
     "norms": "^_rms_norm$",
+    "collectives": "^_collective$|^nccl",
     "sampling": "^input_reduce_fusion$|^_scan$|^cut$|^_draw$|^logprobs$",
     "copies": "^Mem(cpy|set)",
 }

@@ -173,6 +173,7 @@ def test_a_step_is_told_by_part_and_the_kernels_of_no_part_by_name(trace):
         "experts": ("_choose", "_sort", "_product", "_down"),
         "delta rule": ("_one_token", "_norm_heads", "_prepare_chunks", "states_of_chunks", "outputs_of_tokens"),
         "norms": ("_rms_norm",),
+        "collectives": ("_collective", "ncclDevKernel_AllGather_RING_LL"),
         "sampling": ("input_reduce_fusion_2", "_scan", "cut", "_draw", "logprobs"),
         "copies": ("MemcpyD2H", "Memset"),
         "other": ("loop_select_fusion", "loop_add_fusion_1", "not_seen_before", "loop_add_fusion_2"),
