@@ -95,7 +95,7 @@ def block(
     choice = {"norm": norm, "top_k": m.top_k, "renormalise": m.renormalise, "valid": real}
     gathered = tuple(axis for axis in axes if axis in (*place.over("rows"), *place.over("tokens")))
     if gathered:
-        choice["valid"] = place.gather(real.astype(jnp.int32)[:, None], gathered)[:, 0] > 0
+        choice["valid"] = place.gather(real[:, None], gathered)[:, 0]
     if num_local < m.num_experts:
         choice["first_expert"] = jax.lax.axis_index(place.over("experts")) * num_local
 

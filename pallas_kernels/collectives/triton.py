@@ -44,7 +44,9 @@ def all_reduce(
 
 
 def all_gather(x: jax.Array, axes: tuple[str, ...], *, axis: int, peers: Peers | None, target: Target) -> jax.Array:
-    """The contract is `api.all_gather`."""
+    """The contract is `api.all_gather`. Booleans travel as integers, of which each fills a word."""
+    if x.dtype == jnp.bool_:
+        return all_gather(x.astype(jnp.int32), axes, axis=axis, peers=peers, target=target) != 0
     size = jax.lax.axis_size(axes)
     shape = tuple(n * size if i == axis else n for i, n in enumerate(x.shape))
     run_bytes = x.nbytes if axis == 0 else x.nbytes // x.shape[0]

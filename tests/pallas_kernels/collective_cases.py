@@ -20,7 +20,15 @@ class Case(NamedTuple):
 
 TWO, FOUR, PAIRS = (("tensor", 2),), (("tensor", 4),), (("expert", 2), ("tensor", 2))
 SUMS = (("sum", 1, 64), ("add", 3, 512), ("sum", 1, 7), ("add", 9, 512), ("add", 2, 300))
-ALL = (("gather", 3, 100), ("add", 2, 300), ("columns", 3, 100), ("scatter", 8, 60), ("sum", 1, 64), ("gather", 1, 4))
+ALL = (
+    ("gather", 3, 100),
+    ("add", 2, 300),
+    ("columns", 3, 100),
+    ("scatter", 8, 60),
+    ("sum", 1, 64),
+    ("gather", 1, 4),
+    ("mask", 3, 5),
+)
 EXPERT, TENSOR, BOTH = ("expert",), ("tensor",), ("expert", "tensor")
 CASES = (
     Case("two devices, sums of many sizes", TWO, (TENSOR,), SUMS),

@@ -59,6 +59,8 @@ def run_device(case: Case, device: int, addresses: np.ndarray, results: multipro
         with mock.patch.object(jax.lax, "axis_size", lambda _, size=size: size):
             if op == "scatter":
                 y = api.reduce_scatter(x, axes, **how)
+            elif op == "mask":
+                y = api.all_gather(x > 0, axes, **how)
             elif op in ("gather", "columns"):
                 y = api.all_gather(x, axes, axis=int(op == "columns"), **how)
             else:
@@ -84,6 +86,8 @@ def expected(case: Case, device: int, number: int) -> np.ndarray:
     """The result of a collective, added up in the order in which the kernel does."""
     op, members = case.calls[number][0], group(case, device, number)
     of_all = [numbers(case, member, number)[0] for member in members]
+    if op == "mask":
+        return np.concatenate(of_all) > 0
     if op in ("gather", "columns"):
         return np.concatenate(of_all, axis=int(op == "columns"))
     total = functools.reduce(np.add, of_all)
