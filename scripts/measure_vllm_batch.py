@@ -14,7 +14,6 @@ and of those that had not, over the time until then.
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import signal
 import sys
@@ -25,7 +24,7 @@ from typing import Any
 
 from make_batch_rows import make_rows
 from measure_batch import SECTION, GpuUse, against_vllm, row_key
-from results_file import Results, default_path, describe, read_json
+from results_file import Results, default_path, describe, read_json, versions
 
 KIND = "vllm"
 DTYPE = "bfloat16"
@@ -146,24 +145,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def versions() -> dict[str, str]:
-    """Of what is installed of MEASURED."""
-    found = {}
-    for package in MEASURED:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     end_s = time.monotonic() + args.time_limit_s - END_S
     run = describe()
     path = args.results or default_path()
-    results = Results(path, args.label, run | {"versions": run["versions"] | versions()})
+    results = Results(path, args.label, run | {"versions": run["versions"] | versions(MEASURED)})
     lengths = tuple(args.prompt), tuple(args.output)
     rows = [row["body"] for row in make_rows(args.rows, *lengths, args.vocab_size, 0)]
     figures = measure(args, rows, end_s)

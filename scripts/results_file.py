@@ -8,6 +8,7 @@ is on disk at once, and what no script writes ("attempts") stays as it is.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -143,7 +144,7 @@ def _git(root: Path, *command: str) -> str | None:
 def describe(server_url: str | None = None) -> dict[str, Any]:
     """Under what a run is measured. server_url: of a server that was there before, whose code is not known."""
     card = gpu()
-    mine = {"commit": commit(), "versions": _versions()}
+    mine = {"commit": commit(), "versions": {"python": platform.python_version(), **versions(PACKAGES)}}
     return {
         "card": card[0] if card else "none",
         "driver": card[1] if card else None,
@@ -153,11 +154,10 @@ def describe(server_url: str | None = None) -> dict[str, Any]:
     }
 
 
-def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return versions
+def versions(packages: Sequence[str]) -> dict[str, str]:
+    """Of those that are installed."""
+    found = {}
+    for package in packages:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found

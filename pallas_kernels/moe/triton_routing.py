@@ -5,7 +5,7 @@ Logits are a product as any other; what follows holds all logits of a row in reg
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -79,11 +79,28 @@ def choose(
     target: Target,
 ) -> Chosen:
     """As `routing.route`."""
-    logits = multiply(x, router, layer, norm, counters, target)
+    logits = _multiply(x, router, layer, norm, counters, target)
     (tokens, depth), few = x.shape, logits.h is None
     block = 1 if few or tokens % 4 else 4
-    constants = of_choice(x, router, logits, norm, top_k, renormalise, valid) | {"NORM": few, "BLOCK": block}
-    outputs = [*choices(tokens, top_k), jax.ShapeDtypeStruct(x.shape if few else (1, 1), x.dtype)]
+    num_experts = router.shape[1]
+    constants = {
+        "ROWS": tokens,
+        "PARTS": logits.num_parts,
+        "EXPERTS": num_experts,
+        "TOP_K": top_k,
+        "RENORMALISE": renormalise,
+        "MASKED": valid is not None,
+        "WIDTH": depth,
+        "EPS": norm.eps,
+        "OFFSET": norm.offset,
+        "EXPERTS_BLOCK": triton.next_power_of_2(num_experts),
+        "K_BLOCK": triton.next_power_of_2(top_k),
+        "WIDTH_BLOCK": triton.next_power_of_2(depth),
+        "NORM": few,
+        "BLOCK": block,
+    }
+    outputs = [jax.ShapeDtypeStruct((tokens, top_k), dtype) for dtype in (jnp.int32, jnp.float32)]
+    outputs.append(jax.ShapeDtypeStruct(x.shape if few else (1, 1), x.dtype))
     scores = [logits.parts, logits.squares, logits.parts if valid is None else valid]
     inputs = [*scores, x, norm.weight, layer.reshape(1)]
     grid, warps = (tokens // block,), max(block, triton.next_power_of_2(triton.cdiv(depth, 2048)) if few else 1)
@@ -93,7 +110,7 @@ def choose(
     return Chosen(expert, weight, normalised if logits.h is None else logits.h)
 
 
-def multiply(
+def _multiply(
     x: jax.Array,
     router: jax.Array,
     layer: jax.Array,
@@ -140,37 +157,6 @@ def _whole(logits: jax.Array, h: jax.Array | None) -> Logits:
     return Logits(logits, logits, 0, h)
 
 
-def of_choice(
-    x: jax.Array,
-    router: jax.Array,
-    logits: Logits,
-    norm: Norm,
-    top_k: int,
-    renormalise: bool,
-    valid: jax.Array | None,
-) -> dict[str, Any]:
-    """Constants of the kernels that choose."""
-    depth, num_experts = x.shape[1], router.shape[1]
-    return {
-        "ROWS": x.shape[0],
-        "PARTS": logits.num_parts,
-        "EXPERTS": num_experts,
-        "TOP_K": top_k,
-        "RENORMALISE": renormalise,
-        "MASKED": valid is not None,
-        "WIDTH": depth,
-        "EPS": norm.eps,
-        "OFFSET": norm.offset,
-        "EXPERTS_BLOCK": triton.next_power_of_2(num_experts),
-        "K_BLOCK": triton.next_power_of_2(top_k),
-        "WIDTH_BLOCK": triton.next_power_of_2(depth),
-    }
-
-
-def choices(tokens: int, top_k: int) -> list[jax.ShapeDtypeStruct]:
-    return [jax.ShapeDtypeStruct((tokens, top_k), dtype) for dtype in (jnp.int32, jnp.float32)]
-
-
 @triton.jit
 def _router(
     x_ptr,
@@ -214,13 +200,12 @@ def _router(
 
 
 @triton.jit
-def best(
+def _best(
     parts_ptr,
     squares_ptr,
     valid_ptr,
     token,
     j,
-    TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
     PARTS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -231,20 +216,20 @@ def best(
     MASKED: tl.constexpr,
     EXPERTS_BLOCK: tl.constexpr,
 ):
-    """Experts and weights of choices j of tokens: [N, J] each, of token [N] below TOKENS and j = 0 .. J - 1.
+    """Experts and weights of choices j of tokens: [N, J] each, of token [N] and j = 0 .. J - 1.
 
     A logit and its expert make one integer, in the order of the choice: all are different and none is lost, whatever
     the logits hold, so that no choice is an expert that is not there.
     """
     e = tl.arange(0, EXPERTS_BLOCK)
-    there = (token < TOKENS)[:, None] & (e < EXPERTS)[None, :]
+    there = (e < EXPERTS)[None, :]
     at = token[:, None] * EXPERTS + e[None, :]
     if PARTS:
         logits = tl.zeros([token.shape[0], EXPERTS_BLOCK], tl.float32)
         squares = tl.zeros([token.shape[0]], tl.float32)
         for part in tl.static_range(PARTS):
             logits += tl.load(parts_ptr + part * (ROWS * EXPERTS) + at, mask=there, other=0.0)
-            squares += tl.load(squares_ptr + part * ROWS + token, mask=token < TOKENS, other=0.0)
+            squares += tl.load(squares_ptr + part * ROWS + token)
         logits = tl.where(there, logits * tl.rsqrt(squares / WIDTH + EPS)[:, None], -float("inf"))
     else:
         logits = tl.load(parts_ptr + at, mask=there, other=-float("inf"))
@@ -267,14 +252,14 @@ def best(
         whole = tl.sum(tl.exp(logits - greatest), 1)
     weight = weight / whole[:, None]
     if MASKED:
-        valid = tl.load(valid_ptr + token, mask=token < TOKENS, other=False)[:, None]
+        valid = tl.load(valid_ptr + token)[:, None]
         expert = tl.where(valid, expert, EXPERTS)
         weight = tl.where(valid, weight, 0.0)
     return expert, weight
 
 
 @triton.jit
-def normalise(
+def _normalise(
     x_ptr,
     norm_ptr,
     layer_ptr,
@@ -325,14 +310,13 @@ def _choose(
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     j = tl.arange(0, K_BLOCK)
     if NORM:
-        normalise(x_ptr, norm_ptr, layer_ptr, h_ptr, tl.program_id(0), WIDTH, EPS, OFFSET, WIDTH_BLOCK)
-    expert, weight = best(
+        _normalise(x_ptr, norm_ptr, layer_ptr, h_ptr, tl.program_id(0), WIDTH, EPS, OFFSET, WIDTH_BLOCK)
+    expert, weight = _best(
         parts_ptr,
         squares_ptr,
         valid_ptr,
         token,
         j,
-        2**31 - 1,
         ROWS,
         PARTS,
         WIDTH,

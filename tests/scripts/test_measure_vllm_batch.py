@@ -65,7 +65,7 @@ def vllm(monkeypatch):
 
     module = SimpleNamespace(LLM=LLM, SamplingParams=SimpleNamespace, made=[], calls=[], step_s=0.0, short=0)
     monkeypatch.setitem(sys.modules, "vllm", module)
-    monkeypatch.setattr(measure_vllm_batch.importlib.metadata, "version", lambda name: f"version of {name}")
+    monkeypatch.setattr("importlib.metadata.version", lambda name: f"version of {name}")
     return module
 
 
