@@ -219,8 +219,14 @@ def route(case: moe_cases.Case) -> Call:
             counters=counters,
             target=target,
         )
+        expert, weight = found
+        falls = (weight[:, :-1] >= weight[:, 1:]).all()
+        if not (INTERPRETING or case.ties):
+            # Which are chosen is clear (see `moe_cases.make`), but not, in bfloat16, which of two comes first.
+            order = jnp.argsort(expert, axis=-1)
+            expert, weight = (jnp.take_along_axis(of, order, axis=-1) for of in found)
         nowhere = case.padding == case.tokens  # then all are 0: a norm
-        return Found([found.weight + 1 if nowhere else found.weight], {}, (found.expert,))
+        return Found([weight + 1 if nowhere else weight], {"the weights rise": falls}, (expert,))
 
     return Call(function, (made.x, made.router, made.norm))
 
