@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jaxinfer.runner import inputs, scoring
 from jaxinfer.runner.buckets import Bucket
 from jaxinfer.runner.executables import Executables, Program, hits_of_jax
+from jaxinfer.runner.small_programs import as_called, small_programs
 from jaxinfer.runner.step import StepBuilder
 
 GPU_OPTIONS = {
@@ -51,6 +52,8 @@ class Programs(NamedTuple):
 
     A captured graph replays in 0.1 ms of host time, but takes 2 to 5 ms once a buffer that it touches has moved (H200):
     hence inputs are staged in buffers that stay, and results are read from the state.
+
+    On a single device what passes between it and the host passes through pinned memory: see `pinned.py`.
     """
 
     steps: Mapping[Bucket, Any]  # (params, state, staged inputs) -> state, with the likeliest token of every row
@@ -83,7 +86,7 @@ def compile_programs(
     sampled = {bucket.rows for bucket in builder.buckets} | ({1} if builder.long else set())
     samplers = {rows: sampler_program(builder, rows) for rows in sorted(sampled)}
     masks = {rows: mask_program(builder, rows) for rows in builder.mask_rows}
-    small = small_programs(builder)
+    small = small_programs(builder, _options(builder, captured=False))
     sizes = builder.long.sizes if builder.long else ()
     long = {tokens: long_program(builder, params, tokens) for tokens in sizes}
     scored = {bucket: scored_program(builder, params, bucket) for bucket in scored_buckets(builder)}
@@ -102,7 +105,7 @@ def compile_programs(
         steps={bucket: made[steps[bucket].name] for bucket in builder.buckets},
         samplers={rows: made[program.name] for rows, program in samplers.items()},
         set_masks={rows: made[program.name] for rows, program in masks.items()},
-        **{name: made[program.name] for name, program in small.items()},
+        **as_called(builder, {name: made[program.name] for name, program in small.items()}),
         long={tokens: made[program.name] for tokens, program in long.items()},
         long_stores={tokens: made[program.name] for tokens, program in stores.items()},
         scored={bucket: made[program.name] for bucket, program in scored.items()},
@@ -267,53 +270,6 @@ def long_store_program(builder: StepBuilder, num_tokens: int) -> Program:
     )
 
 
-def small_programs(builder: StepBuilder) -> dict[str, Program]:
-    """The programs around the steps, by their names in Programs."""
-    state, staged, rows = builder.abstract_state, builder.abstract_inputs, builder.abstract_rows
-    history = builder.by_group((inputs.history_size(builder.shape.max_model_len),), jnp.int32)
-    num_prefix = inputs.prefix_size(builder.shape.table_width)
-    prefix, prefix_rows = (
-        builder.by_group((num_prefix + inputs.size // builder.num_groups,), jnp.int32) for inputs in (staged, rows)
-    )
-    options = _options(builder, captured=False)
-
-    def program(name: str, function: Callable, args: tuple, result: Any, donated: tuple[int, ...] = ()) -> Program:
-        return Program(name, builder.in_groups(function, args, result), args, result, donated, options)
-
-    def stage(staged: jax.Array, new: jax.Array) -> jax.Array:
-        # As in StepBuilder._keep.
-        return jax.lax.dynamic_update_slice_in_dim(staged, new, 0, axis=0)
-
-    def set_up_prefix(state: Any, staged: jax.Array, packed: jax.Array) -> tuple[Any, jax.Array]:
-        # With the inputs of the step that follows: a launch and a copy less, 0.3 ms on an H200.
-        return builder.set_up_prefix(state, packed[:num_prefix]), stage(staged, packed[num_prefix:])
-
-    def read(array: jax.Array) -> jax.Array:
-        return jnp.where(True, array, 0)  # computed, since an identity would hand out the donated buffer itself
-
-    found: tuple[Program, ...] = (
-        program("stage", stage, (staged, staged), staged, (0,)),
-        program("stage_rows", stage, (rows, rows), rows, (0,)),
-        program("read_tokens", read, (state.last_token,), state.last_token),
-        program("read_logprobs", read, (state.logprobs,), state.logprobs),
-        program("set_up_slot", builder.set_up_slot, (state, history), state, (0,)),
-        program("set_up_prefix", set_up_prefix, (state, staged, prefix), (state, staged), (0, 1)),
-        program("set_up_prefix_rows", set_up_prefix, (state, rows, prefix_rows), (state, rows), (0, 1)),
-    )
-    if builder.shape.num_states:
-        places = builder.by_group((2,), jnp.int32)
-        found += (program("copy_state", builder.copy_state, (state, places), state, (0,)),)
-    if builder.frame_pages:
-        pages, frame = builder.replicated((builder.frame_pages,), jnp.int32), builder.abstract_frame
-        pools = state.k_pages, state.v_pages
-        into = (state, frame, pages)
-        found += (
-            Program("gather_frame", builder.gather_frame, (*pools, pages), frame, options=options),
-            Program("scatter_frame", builder.scatter_frame, into, state, donated=(0,), options=options),
-        )
-    return {program.name: program for program in found}
-
-
 def lower(program: Program, key: str = "") -> jax.stages.Lowered:
     """Traces a program.
 
@@ -325,8 +281,9 @@ def lower(program: Program, key: str = "") -> jax.stages.Lowered:
 
     if key:
         run.__name__ = run.__qualname__ = re.sub(r"\W+", "_", f"{program.name} {key[:16]}{key[64:]}")
+    placed = {} if program.out_shardings is None else {"out_shardings": program.out_shardings}
     with _donations_are_errors():
-        return jax.jit(run, donate_argnums=program.donated).lower(*program.args)
+        return jax.jit(run, donate_argnums=program.donated, **placed).lower(*program.args)
 
 
 def lower_step(builder: StepBuilder, params: Any, bucket: Bucket) -> jax.stages.Lowered:
@@ -351,7 +308,8 @@ def lower_masks(builder: StepBuilder, rows: int) -> jax.stages.Lowered:
 
 def lower_small(builder: StepBuilder) -> dict[str, jax.stages.Lowered]:
     """Traces the programs around the steps, by their names in Programs."""
-    return {name: lower(program) for name, program in small_programs(builder).items()}
+    programs = small_programs(builder, _options(builder, captured=False))
+    return {name: lower(program) for name, program in programs.items()}
 
 
 def compile_lowered(builder: StepBuilder, lowered: jax.stages.Lowered, *, captured: bool = True) -> jax.stages.Compiled:

@@ -68,6 +68,7 @@ class Program(NamedTuple):
     result: Any  # anything of the structure of its result
     donated: tuple[int, ...] = ()
     options: Mapping[str, Any] | None = None  # of XLA
+    out_shardings: Any = None  # of the result, where parts of it are to be on the host; None: XLA's choice
 
 
 class Executables:

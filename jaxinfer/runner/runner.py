@@ -315,12 +315,12 @@ class ModelRunner:
     def _read(self, plan: StepPlan, *, wants_logprobs: bool) -> InFlight:
         """Starts copying what the last step sampled to the host, before the next step overwrites it."""
         tokens = self._programs.read_tokens(self._state.last_token)
-        tokens.copy_to_host_async()
+        logprobs = self._programs.read_logprobs(self._state.logprobs) if wants_logprobs else None
         scores, self._scores = self._scores, None
-        if not wants_logprobs:
-            return InFlight(plan, tokens, None, scores)
-        logprobs = self._programs.read_logprobs(self._state.logprobs)
-        logprobs.copy_to_host_async()
+        if not self._builder.has_pinned:
+            tokens.copy_to_host_async()
+            if logprobs is not None:
+                logprobs.copy_to_host_async()
         return InFlight(plan, tokens, logprobs, scores)
 
     def _set_masks(self, masks: Sequence[TokenMask]) -> None:

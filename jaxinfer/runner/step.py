@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxinfer.models.model import Memory, Model, Placement
 from jaxinfer.params import Params, abstract_params
-from jaxinfer.runner import inputs, long_context, peers, sampling, scoring
+from jaxinfer.runner import inputs, long_context, peers, pinned, sampling, scoring
 from jaxinfer.runner.buckets import Bucket
 from jaxinfer.runner.cache import DeviceState, StateShape
 from jaxinfer.runner.long_context import HostContext, LongContext
@@ -80,6 +80,11 @@ class StepBuilder:
         if self.target_of_plan is not None:
             return self.target_of_plan
         return Target.of(self.mesh.devices.flat[0])
+
+    @functools.cached_property
+    def has_pinned(self) -> bool:
+        """Whether what passes between host and device passes through pinned memory."""
+        return self.target_of_plan is None and pinned.has_pinned(self.mesh)
 
     @functools.cached_property
     def writes_to_peers(self) -> bool:

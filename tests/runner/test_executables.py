@@ -23,6 +23,7 @@ from jaxinfer.runner import cache, compiled, executables, inputs, long_context
 from jaxinfer.runner.disk_cache import DiskCache
 from jaxinfer.runner.executables import Executables
 from jaxinfer.runner.long_context import LongContext
+from jaxinfer.runner.small_programs import small_programs
 from jaxinfer.sharding import rules
 from pallas_kernels.dispatch import HOPPER
 from tests.runner.test_step import BUCKETS, make_builder
@@ -297,7 +298,7 @@ def on_hopper(builder):
 
 
 def fetch_all(builder, kept):
-    programs = list(compiled.small_programs(builder).values())
+    programs = list(small_programs(builder, None).values())
     return [kept.fetch(kept.key(builder, program), on_hopper(builder), program) for program in programs]
 
 
@@ -312,7 +313,7 @@ def test_runtime_of_mosaic_is_imported_before_a_program_for_hopper_is_loaded(kep
     monkeypatch.setattr(executables.serialize_executable, "deserialize_and_load", load_and_tell)
     monkeypatch.setattr(executables.importlib, "import_module", done.append)
     assert all(fetch_all(builder, Executables(DiskCache.open(folder), CONFIG)))
-    assert done == ["jax.experimental.mosaic.gpu", "loaded"] * len(compiled.small_programs(builder))
+    assert done == ["jax.experimental.mosaic.gpu", "loaded"] * len(small_programs(builder, None))
 
 
 def test_without_the_runtime_of_mosaic_nothing_is_fetched_or_deleted_and_it_is_said_once(kept, monkeypatch, caplog):
