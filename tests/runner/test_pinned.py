@@ -55,8 +55,9 @@ def test_buffers_stay_where_they_are(program, device, kept):
     for data in numbers():
         kept = send(kept, data)
         places.append([buffer.unsafe_buffer_pointer() for buffer in send._buffers])
-    assert places == [places[0]] * TURNS
-    assert len(set(places[0])) == pinned.NUM_BUFFERS
+    later = places[pinned.NUM_BUFFERS :]  # what NumPy made is no CPU's to keep
+    assert later == [later[0]] * len(later)
+    assert len(set(later[0])) == pinned.NUM_BUFFERS
 
 
 @pytest.mark.parametrize("takes_buffer", [False, True], ids=["before it takes the buffer", "after it took the buffer"])
