@@ -52,7 +52,7 @@ class Admission:
             seq.fetching.discard(done.ticket)
 
     def step_limit(self, num_decodes: int, begun: Sequence | None) -> int:
-        """Tokens of a step with `num_decodes` decode rows, these included. begun: who is in the middle of its prompt."""
+        """Tokens of a step, its `num_decodes` decode rows included. begun: who is in the middle of its prompt."""
         limits = self.limits
         num_waiting = len(self.waiting) + len(self.ready) + (begun is not None)
         limit = mixed_limit(limits, num_decodes, num_waiting) if num_decodes else limits.max_step_tokens
