@@ -173,3 +173,17 @@ def test_no_more_of_a_long_queue_is_looked_at_than_fills_a_step(monkeypatch):
     monkeypatch.setattr(WaitingQueue, "__iter__", lambda queue: (looked_at.append(seq) or seq for seq in whole(queue)))
     assert harness.scheduler._admission.step_limit(0, None) == 64
     assert len(looked_at) == 8  # 7 have 70 tokens; the iterator is one ahead
+
+
+@pytest.mark.parametrize("num_pages", range(60, 76))
+def test_a_cut_undoes_no_admission_however_few_pages_are_left(num_pages: int):
+    """In as many steps as were reckoned with, others take the pages that were left free for them, and no more."""
+    times = {"mixed_ms": {size: 2.9 + size for size in (4, 8, 16, 32, 64)}, "decode_ms": {8: 3.0}}
+    harness = Harness(**JOB | {"page_size": 1, "num_pages": num_pages}, **times)
+    for i in range(6):
+        harness.submit(f"r{i}", 1, max_tokens=40)
+    harness.step()
+    harness.submit("x", 40, max_tokens=2)
+    harness.drain()
+    chunks = [chunk for plan in harness.plans for chunk in plan.prefills if chunk.request.request_id == "x"]
+    assert len(chunks) == 2 and sum(chunk.samples for chunk in chunks) == 1
