@@ -23,6 +23,7 @@ from jaxinfer.engine.group import Group
 from jaxinfer.engine.leading import LeadingRunner
 from jaxinfer.found import Found, find_model
 from jaxinfer.jax_settings import find_devices, open_executables, set_up_jax
+from jaxinfer.job_slots import size_job
 from jaxinfer.kv_tiers import TierSizes, check_tiers, open_disk, size_memory, with_pages
 from jaxinfer.models import registry
 from jaxinfer.models.model import Model, ModelError
@@ -42,6 +43,7 @@ from jaxinfer.scheduler.kv_cache import KvCache
 from jaxinfer.scheduler.scheduler import Scheduler
 from jaxinfer.sharding import mesh as meshes
 from jaxinfer.sharding import rules
+from jaxinfer.step_times import cut_times
 from jaxinfer.text.grammar import Grammars
 from jaxinfer.text.tokenizer import Tokenizer
 from jaxinfer.types import EngineInfo
@@ -69,10 +71,12 @@ def build_engine(
     *,
     show_progress: bool = True,
     on_lost: Callable[[str], None] | None = None,
+    for_job: bool = False,
 ) -> Engine:
     """An engine that is ready: nothing is compiled after this returns. `found` spares finding the model again.
 
     on_lost: told why this process is to end, where another one of the engine is lost; None: whatever waits raises it.
+    for_job: it is a batch job's alone, which may run more sequences at once where `config` does not say how many.
     Raises ConfigError, CheckpointError, ModelError, ShardingError or PoolError, before anything slow where it can.
     """
     if config.process_id:
@@ -85,9 +89,10 @@ def build_engine(
         ends, defaults = eos_ids(checkpoint, tokenizer), sampling_defaults(checkpoint)
         builder = make_builder(config, checkpoint, tokenizer)
         grammars = Grammars(tokenizer, builder.vocab_size, ends) if tokenizer else None
-        built = _load_and_compile(config, builder, checkpoint, group, show_progress)
+        size = size_job if for_job else size_memory
+        built = _load_and_compile(config, builder, checkpoint, group, show_progress, size)
     builder, tiers, runner, disk = built
-    mesh, buckets = builder.mesh, builder.buckets
+    mesh, buckets, times = builder.mesh, builder.buckets, cut_times(builder, runner.times_ms)
     limits = SchedulerLimits(
         max_model_len=builder.shape.max_model_len,
         page_size=config.page_size,
@@ -109,6 +114,8 @@ def build_engine(
         fingerprint=disk.fingerprint if disk else "",
         long_tokens=builder.long.num_tokens if builder.long else 0,
         long_chunk=builder.long.chunk if builder.long else 0,
+        mixed_ms=times.mixed_ms,
+        decode_ms=times.decode_ms,
     )
     info = EngineInfo(
         model=config.model,
@@ -211,6 +218,10 @@ def _state_tokens(builder: StepBuilder) -> int:
     return max(STATE_TOKENS[builder.platform], shape.page_size) if shape.num_states else 0
 
 
+SizeMemory = Callable[[EngineConfig, StepBuilder, Callable[[StepBuilder], int]], tuple[StepBuilder, TierSizes]]
+"""See `size_memory`."""
+
+
 class Built(NamedTuple):
     """What is on the devices, and behind them."""
 
@@ -221,7 +232,12 @@ class Built(NamedTuple):
 
 
 def _load_and_compile(
-    config: EngineConfig, builder: StepBuilder, checkpoint: Checkpoint, group: Group | None, show_progress: bool
+    config: EngineConfig,
+    builder: StepBuilder,
+    checkpoint: Checkpoint,
+    group: Group | None,
+    show_progress: bool,
+    size: SizeMemory = size_memory,
 ) -> Built:
     """See `_make`. With several processes, all have come to the same point before any of them runs what needs all."""
     check_devices(builder.mesh, config.num_processes)
@@ -229,7 +245,7 @@ def _load_and_compile(
     check_tensors(checkpoint, builder.model)
     working = contextlib.nullcontext() if group is None else group.working()
     with contextlib.closing(Progress(show_progress, SHARES)) as progress, _out_of_memory_explained(config), working:
-        return _make(config, builder, executables, checkpoint, progress, group)
+        return _make(config, builder, executables, checkpoint, progress, group, size)
 
 
 def _make(
@@ -239,6 +255,7 @@ def _make(
     checkpoint: Checkpoint,
     progress: Progress,
     group: Group | None,
+    size: SizeMemory,
 ) -> Built:
     """The builder with its pool and tiers sized, the runner, and the disk tier's files.
 
@@ -261,7 +278,7 @@ def _make(
         def temp_bytes(builder: StepBuilder) -> int:
             return largest_temp_bytes(builder, params, executables, progress, loading.check)
 
-        sized, tiers = size_memory(config, builder, temp_bytes)
+        sized, tiers = size(config, builder, temp_bytes)
         if group is not None:
             sized = with_pages(sized, group.agree("pages of the KV cache", sized.shape.num_pages))
         disk = open_disk(config, checkpoint, sized)

@@ -130,9 +130,18 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--page-size", "--block-size", type=int, help="tokens per page of the KV cache")
     group.add_argument("--num-pages", type=int, help="pages of the KV cache (default: what memory holds)")
     group.add_argument("--gpu-memory-utilization", type=float, help="share of the device's memory to use")
-    group.add_argument("--max-num-seqs", "--num-slots", type=int, help="sequences that run at once")
+    group.add_argument(
+        "--max-num-seqs",
+        "--num-slots",
+        type=int,
+        help="sequences that run at once (default: 256 on a GPU, 512 in a batch job where memory allows; 8 on a CPU)",
+    )
     group.add_argument("--max-num-batched-tokens", type=int, help="most tokens in one step")
-    group.add_argument("--max-step-ms", type=float, help="longest step while sequences decode, in ms")
+    group.add_argument(
+        "--max-step-ms",
+        type=float,
+        help="longest step while sequences decode, in ms; inf: no limit (default 30, in a batch job inf)",
+    )
     group.add_argument("--max-waiting", type=int, help="requests that may wait before others are refused")
     group.add_argument(
         "--enable-prefix-caching",

@@ -57,13 +57,16 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     """Share of the device's memory for weights, temporaries and KV cache together."""
     max_num_seqs: int | None = None
-    """Sequences that run at once (slots of device state), in each such group. None: 256 on a GPU, 8 on a CPU."""
+    """Sequences that run at once (slots of device state), in each such group.
+
+    None: 256 on a GPU, 8 on a CPU; in a batch job 512 on a GPU whose memory holds enough beside them."""
     max_num_batched_tokens: int | None = None
     """Most tokens in one step, of each such group. None: 8192 on a GPU, 512 on a CPU."""
     max_step_ms: float = 30.0
     """Longest step, in milliseconds, while sequences decode: prompts are cut into chunks that keep to it.
 
-    Measured at warm-up on a GPU; on a CPU the chunk is 64 tokens."""
+    Measured at warm-up on a GPU; on a CPU the chunk is 64 tokens. inf: any step may be as long as the largest. That is
+    the default of a batch job."""
     max_waiting: int = 1024
     """Requests that may wait for a slot before further ones are refused."""
     step_timeout_s: float = 300.0
@@ -241,6 +244,11 @@ class SchedulerLimits:
     state_tokens: int = 0  # positions between them; with 0 sequences have no state but their pages
     long_tokens: int = 0  # that the host holds of a context which the pool does not; with 0 there is none longer
     long_chunk: int = 0  # most tokens of a step behind the pool
+    # Milliseconds of steps by size, for steps to be cut where padding would cost more; empty: none is. Not for a model
+    # with experts: its steps are measured on padding, which no expert computes, so their times leave out what it costs
+    # that a second step reads the experts again.
+    mixed_ms: Mapping[int, float] = dataclasses.field(default_factory=dict)  # by tokens
+    decode_ms: Mapping[int, float] = dataclasses.field(default_factory=dict)  # by rows
 
     def __post_init__(self) -> None:
         _check(
@@ -249,6 +257,13 @@ class SchedulerLimits:
             "hold a row of every sequence",
         )
         _check(self.max_step_tokens >= 1, f"max_step_tokens is {self.max_step_tokens}; it must be at least 1")
+        if self.mixed_ms:
+            for name, times, most in (
+                ("mixed_ms", self.mixed_ms, max(self.max_step_tokens, self.max_mixed_tokens)),
+                ("decode_ms", self.decode_ms, self.max_num_seqs),
+            ):
+                largest = max(times, default=0)
+                _check(largest >= most, f"{name} is of sizes up to {largest}; a step may have {most}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

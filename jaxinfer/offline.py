@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import time
 import uuid
@@ -38,6 +39,8 @@ from jaxinfer.types import EngineHandle, EngineInfo
 
 REFUSALS = (*ENGINE_REFUSALS, BatchError)
 """What whoever calls `run_batch` can put right: the message says it all."""
+JOB_OPTIONS: Mapping[str, Any] = {"max_step_ms": math.inf}
+"""Fields of EngineConfig whose defaults are others in a job: nobody waits there for the next token of a row."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,13 +75,14 @@ def run_batch(
 
     An interrupted job, killed ones too, goes on when it is run again, and each row is written once. One that is done is
     not done again. restart: begin anew, and delete what there is. `job` are the fields of BatchConfig, `options` those
-    of EngineConfig. ray: the fields of RayConfig; engines of a Ray cluster then run the rows, each of which finds model
-    and input by the same names. A job may be gone on with on a cluster that was begun without one, and the reverse.
+    of EngineConfig, where a job has defaults of its own for max_step_ms and max_num_seqs. ray: the fields of RayConfig;
+    engines of a Ray cluster then run the rows, each of which finds model and input by the same names. A job may be gone
+    on with on a cluster that was begun without one, and the reverse.
 
     Raises BatchError where input, model or parameters are not those that it began with, where another process is at
     work on it, where the output cannot be written, and where the cluster cannot go on.
     """
-    config, batch_config = EngineConfig(model=model, **options), BatchConfig(**(job or {}))
+    config, batch_config = EngineConfig(model=model, **(JOB_OPTIONS | options)), BatchConfig(**(job or {}))
     cluster = None if ray is None else RayConfig.of(ray, num_processes=config.num_processes)
     path = _shard_path(Path(output), batch_config)
     finish = finisher(path)
@@ -100,7 +104,7 @@ def run_batch(
             progress = JobProgress(end - start, journal.counts, enabled=show_progress)
             with contextlib.closing(progress):
                 if cluster is None:
-                    engine = DrivenEngine(build_engine(config, found, show_progress=show_progress))
+                    engine = DrivenEngine(build_engine(config, found, show_progress=show_progress, for_job=True))
                     with contextlib.closing(engine):
                         _run_job(engine, batch_config, found, rows, facts, journal, progress)
                 else:

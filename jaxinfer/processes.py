@@ -19,8 +19,10 @@ from jaxinfer.engine.leading import leave
 from jaxinfer.found import Found
 from jaxinfer.runner.executables import SOURCE_ROOT, source_digest
 
-OWN = ("model", "revision", "process_id", "coordinator", "initialization_timeout_s", "compile_cache_dir", "max_waiting")
-"""Fields of EngineConfig that may differ: where a process finds the model, which counts by its content, and such."""
+OWN = ("model", "revision", "process_id", "coordinator", "initialization_timeout_s", "compile_cache_dir")
+OWN += ("max_waiting", "max_step_ms")
+"""Fields of EngineConfig that may differ: where a process finds the model, which counts by its content, and such; and
+what the first alone goes by, which schedules."""
 SETTINGS = ("jax_platforms", "jax_enable_x64", "jax_default_matmul_precision", "jax_cpu_collectives_implementation")
 SHUTDOWN_TIMEOUT_S = 10
 

@@ -177,6 +177,9 @@ def test_what_the_command_line_says_of_a_job_is_passed_on(monkeypatch, capsys):
     assert cli.main(["batch", *paths, "--no-arrange-rows", *cluster]) == 0
     assert seen["ray"] == {"num_workers": 2, "num_gpus": 0.5, "num_cpus": 0.0, "address": "auto"}
     assert BatchConfig(**seen["job"]).arrange_rows is False
+    assert "max_step_ms" not in seen
+    assert cli.main(["batch", *paths, "--max-step-ms", "inf"]) == 0
+    assert seen["max_step_ms"] == float("inf")
 
 
 def test_a_job_that_cannot_be_begun_is_refused_in_one_line(capsys, tmp_path):

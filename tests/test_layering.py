@@ -85,6 +85,8 @@ MAY_IMPORT = {
     "jaxinfer.kv_tiers": ("checkpoints", "jaxinfer.config", "jaxinfer.models", "jaxinfer.params", "jaxinfer.runner"),
     "jaxinfer.jax_settings": ("jaxinfer.config", "jaxinfer.runner"),
     "jaxinfer.processes": ("checkpoints", "jaxinfer.config", "jaxinfer.found", "jaxinfer.engine", "jaxinfer.runner"),
+    "jaxinfer.job_slots": ("jaxinfer.config", "jaxinfer.kv_tiers", "jaxinfer.runner"),
+    "jaxinfer.step_times": ("jaxinfer.runner",),
     "jaxinfer.build": PACKAGES,  # the half of api that makes the parts
     "jaxinfer.engine_process": PACKAGES,  # the program around build
     "jaxinfer.memory_plan": PACKAGES,  # what build would make, in bytes
@@ -100,6 +102,7 @@ MAY_IMPORT = {
         "jaxinfer.cluster",
         "jaxinfer.engine",
         "jaxinfer.found",
+        "jaxinfer.job_slots",
         "jaxinfer.offline",
         "jaxinfer.types",
     ),

@@ -42,6 +42,7 @@ from jaxinfer.cluster.connection import connected, share
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.driven import DrivenEngine
 from jaxinfer.found import find_model
+from jaxinfer.job_slots import JOB_NUM_SEQS
 from jaxinfer.offline import engine_facts, make_maker
 from jaxinfer.types import EngineDead
 
@@ -74,7 +75,7 @@ def run_rows(
         workers = share(ray_config, config)
         given = {"config": config, "batch_config": batch_config, "facts": facts}
         given["source"] = source if isinstance(source, str) else ray.put(source)
-        max_ahead = batch_config.max_rows_ahead or AHEAD * (config.max_num_seqs or 256)
+        max_ahead = batch_config.max_rows_ahead or AHEAD * (config.max_num_seqs or JOB_NUM_SEQS)
         in_flight = max(2, math.ceil(max_ahead / ray_config.rows_per_task))
         # A block for every task, made here: tasks that read them would each need a process and a core.
         step, length = ray_config.rows_per_task, end - start
@@ -143,7 +144,7 @@ class RowWorker:
     def __init__(self, config: EngineConfig, batch_config: BatchConfig, facts: JobFacts, source: Any):
         found = find_model(config)
         rows = open_rows(source if isinstance(source, str) else ray.get(source))
-        self._engine = DrivenEngine(build_engine(config, found, show_progress=False))
+        self._engine = DrivenEngine(build_engine(config, found, show_progress=False, for_job=True))
         maker = make_maker(self._engine, found, batch_config, facts)
         known = {"input": rows.digest, "model": fingerprint(found.checkpoint, dtype=config.dtype, seed=config.seed)}
         self._described = msgspec.json.encode(engine_facts(self._engine.info) | known).decode()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Iterator
-from itertools import chain
+from itertools import chain, islice
 
 from jaxinfer.config import SchedulerLimits
 from jaxinfer.scheduler.kv_cache import KvCache
@@ -13,6 +13,7 @@ from jaxinfer.scheduler.plan import CachedPrefix, Transferred
 from jaxinfer.scheduler.prefix import MISS, Hit
 from jaxinfer.scheduler.queue import WaitingQueue, is_overtaken
 from jaxinfer.scheduler.sequence import Sequence
+from jaxinfer.scheduler.step_limit import cut_limit, mixed_limit
 
 MAX_REFUSED = 8
 """Sequences that wait on, having been looked at, before no more are looked at for a plan."""
@@ -49,6 +50,36 @@ class Admission:
                 self.ready.append(seq)
         for seq in self.waiting:
             seq.fetching.discard(done.ticket)
+
+    def step_limit(self, num_decodes: int, begun: Sequence | None) -> int:
+        """Tokens of a step, its `num_decodes` decode rows included. begun: who is in the middle of its prompt."""
+        limits = self.limits
+        num_waiting = len(self.waiting) + len(self.ready) + (begun is not None)
+        limit = mixed_limit(limits, num_decodes, num_waiting) if num_decodes else limits.max_step_tokens
+        if not limits.mixed_ms or not num_waiting:
+            return limit
+        num_begun = 0 if begun is None else begun.chunk_end - begun.num_computed
+        total, most = num_begun, limit - num_decodes
+        if begun is None or begun.chunk_end == begun.prefill_end:  # else nobody has tokens in this step behind it
+            total += self._count_tokens(most - total)
+        return cut_limit(limits, limit, num_decodes, total, num_begun)
+
+    def _count_tokens(self, most: int) -> int:
+        """Tokens of prompts of those who may run next; no more are looked at once they have `most`.
+
+        Those that wait count whole, whatever the cache has for them, and whether there are pages or not unless they
+        were refused for that.
+        """
+        total = sum(seq.chunk_end - seq.num_computed for seq in self.ready)
+        for seq in islice(self.waiting, len(self.free_slots)):
+            if total >= most:
+                break
+            if self._must_wait(seq):
+                if is_overtaken(seq) or seq.was_admitted:
+                    break
+                continue
+            total += len(seq.tokens)
+        return total
 
     def next(self, running: list[Sequence], per_step: int, step: int, prefixes: list[CachedPrefix]) -> Sequence | None:
         """A sequence that can run, with slot and pages; None if there is none.
@@ -90,12 +121,9 @@ class Admission:
         """What the cache has for a sequence that waits; None if there is no room for it now."""
         pool = self._cache.pool
         fills_pool = len(seq.tokens) >= seq.num_device  # then it has to be alone, even if it shares all pages
-        if seq.num_in_flight or seq.fetching or (fills_pool and pool.num_used):
+        if self._must_wait(seq) or (fills_pool and pool.num_used):
             return None
-        # To match 100,000 tokens takes milliseconds: not in every step in which nothing has changed for the better.
-        now, before = self._cache.state, seq.refused
-        if self.limits.prefix_caching and before is not None and before[0] >= now[0] and before[1:] == now[1:]:
-            return None
+        now = self._cache.state
         hit = self._find(seq, step)
         if hit.fetched and not seq.was_fetched:
             seq.was_fetched = True
@@ -110,6 +138,14 @@ class Admission:
             seq.refused = now
             return None
         return hit
+
+    def _must_wait(self, seq: Sequence) -> bool:
+        """Whether it cannot be admitted now, as far as is known without looking into the cache."""
+        if seq.num_in_flight or seq.fetching:
+            return True
+        # To match 100,000 tokens takes milliseconds: not in every step in which nothing has changed for the better.
+        now, before = self._cache.state, seq.refused
+        return self.limits.prefix_caching and before is not None and before[0] >= now[0] and before[1:] == now[1:]
 
     def _find(self, seq: Sequence, step: int) -> Hit:
         """What the cache has of its known tokens but the last: that one is computed, as a token is sampled from it."""

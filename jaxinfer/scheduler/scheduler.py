@@ -205,7 +205,8 @@ class Scheduler:
         """Plans one step, or returns None when there is nothing that can be planned before another `apply`.
 
         Every sequence that decodes gets a row in every step. What is left of the token limit (`max_mixed_tokens` beside
-        decode rows, else `max_step_tokens`) goes to prompts, in the order of admission, cut wherever the limit falls.
+        decode rows, else `max_step_tokens`, or less: see `step_limit`) goes to prompts, in the order of admission, cut
+        wherever the limit falls.
         So only one of the running sequences can be in the middle of its prompt.
         """
         if len(self._in_flight) >= MAX_IN_FLIGHT:
@@ -348,9 +349,7 @@ class Scheduler:
         seq = self._prefilling
         if seq is not None and seq.num_computed >= seq.num_device:
             return chunks  # it has steps of its own
-        num_waiting = len(self._admission.waiting) + len(self._admission.ready) + (seq is not None)
-        limit = mixed_limit(limits, num_decodes, num_waiting) if num_decodes else limits.max_step_tokens
-        num_left = limit - num_decodes
+        num_left = self._admission.step_limit(num_decodes, seq) - num_decodes
         if seq is None:
             seq = self._admit(prefixes)
         # There is a token left for it: it has no decode row, so there are fewer of these than max_mixed_tokens.

@@ -217,7 +217,7 @@ class Sequence:
         """Plans the next known tokens, `max_tokens` at most. A chunk carries the pages that its tokens begin."""
         slot, start = self.slot, self.num_computed
         assert slot is not None
-        end = min(start + max_tokens, self.prefill_end, self.num_device, *(cut for cut in self.cuts if cut > start))
+        end = min(start + max_tokens, self.chunk_end)
         samples = end == self.prefill_end
         self.num_computed = end
         self.num_in_flight += samples
@@ -235,6 +235,11 @@ class Sequence:
             next_token=self.tokens[end] if end < len(self.tokens) else None,
             scored=self.is_to_score and start < self.prompt_len - 1,
         )
+
+    @property
+    def chunk_end(self) -> int:
+        """Where its next chunk ends if the step has room for it: with its known tokens, or where its state is kept."""
+        return min(self.prefill_end, self.num_device, *(cut for cut in self.cuts if cut > self.num_computed))
 
     @property
     def is_to_score(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import types
 from pathlib import Path
 
@@ -122,8 +123,9 @@ def test_chunks_beside_decode_rows_are_as_large_as_keeps_every_step_within_its_t
     assert build._max_mixed_tokens(config, buckets, times_ms, GPU) == 2048
     config = dataclasses.replace(config, max_step_ms=1e-3)
     assert build._max_mixed_tokens(config, buckets, times_ms, GPU) == 512
-    config = dataclasses.replace(config, max_step_ms=1e3)
-    assert build._max_mixed_tokens(config, buckets, times_ms, GPU) == 8192
+    for limit_ms in (1e3, math.inf):
+        config = dataclasses.replace(config, max_step_ms=limit_ms)
+        assert build._max_mixed_tokens(config, buckets, times_ms, GPU) == 8192
 
 
 def test_a_calm_step_takes_no_longer_than_two_decode_steps_and_is_never_smaller_than_the_smallest():

@@ -35,7 +35,7 @@ VOCAB = 13  # few ids, so that stop ids are drawn often
 TOP = tuple((token, -1.0 - token) for token in range(8))
 
 
-def make_limits(**changes: int | None) -> SchedulerLimits:
+def make_limits(**changes: Any) -> SchedulerLimits:
     """Small limits: 4 slots, 40 pages of 4 tokens, steps of 16 tokens, or 8 beside decode rows."""
     limits = SchedulerLimits(
         max_model_len=64,

@@ -6,6 +6,8 @@ import dataclasses
 import random
 from collections import Counter, deque
 from collections.abc import Container
+from itertools import accumulate
+from typing import Any
 
 from jaxinfer.scheduler.plan import StepPlan, StepResult, Transferred
 from jaxinfer.scheduler.scheduler import Scheduler
@@ -14,13 +16,24 @@ from jaxinfer.types import FinishReason, InvalidRequest, Request, TokenEvent, Un
 from tests.scheduler.fake_device import VOCAB, FakeDevice, make_limits, run_alone
 
 
+def random_times(rng: random.Random, num_seqs: int, num_tokens: int) -> dict[str, dict[int, float]]:
+    """Of a scheduler's limits: times of steps of some sizes, up to those that hold so much. A larger takes no less."""
+
+    def times(most: int) -> dict[int, float]:
+        sizes = sorted({most, *(rng.randint(1, most) for _ in range(rng.randint(0, 6)))})
+        steps_ms = (rng.choice([0.0, 0.3, 1.0, 4.0]) * rng.random() for _ in sizes)
+        return dict(zip(sizes, accumulate(steps_ms, initial=3.0), strict=False))
+
+    return {"mixed_ms": times(num_tokens), "decode_ms": times(num_seqs)}
+
+
 class Harness:
     """Scheduler and device joined as the engine joins them: plan n+1 is made before result n is applied.
 
     Transfers end some turns later, in any order.
     """
 
-    def __init__(self, *, seed: int = 0, damaged_share: float = 0.0, **changes: int):
+    def __init__(self, *, seed: int = 0, damaged_share: float = 0.0, **changes: Any):
         self.rng = random.Random(seed)
         self.damaged_share = damaged_share  # of reads from disk
         self.limits = make_limits(**changes)

@@ -3,6 +3,7 @@
 import dataclasses
 import random
 from collections import Counter
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -11,14 +12,16 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_sta
 
 from jaxinfer.types import InvalidRequest, SessionInfo
 from tests.scheduler.fake_device import VOCAB
-from tests.scheduler.harness import Harness
+from tests.scheduler.harness import Harness, random_times
 
 SESSIONS = ("s", "t", "u")
 ACTIONS = ("save", "load", "delete")
 
 
-def random_limits(rng: random.Random) -> dict[str, int | None]:
-    """From one slot and a pool of one page to comfort, so that preemption is common. Half of them have a host tier."""
+def random_limits(rng: random.Random) -> dict[str, Any]:
+    """From one slot and a pool of one page to comfort, so that preemption is common. Half of them have a host tier.
+
+    And half have times of steps, by which these are cut."""
     num_seqs = rng.choice([1, 2, 3, 5, 8])
     max_mixed = num_seqs + rng.choice([0, 1, 3, 9])
     limits = {
@@ -44,6 +47,8 @@ def random_limits(rng: random.Random) -> dict[str, int | None]:
     elif limits["prefix_caching"]:
         interval = limits["page_size"] * rng.choice([1, 2])
         limits |= rng.choice([{}, {"state_tokens": interval, "num_states": rng.choice([0, 1, 3, 20])}])
+    if rng.random() < 0.5:
+        limits |= random_times(rng, num_seqs, max(max_mixed, limits["max_step_tokens"]))
     return limits
 
 
