@@ -57,7 +57,7 @@ STATE_TOKENS = {"cpu": 64, "gpu": 256}
 """Positions between copies of recurrent states: on a GPU a step computes more tokens than that in the time of few."""
 SHARES = {"loading": 3.0, "programs": 4.0, "warm-up": 3.0}
 """Of the progress bar, about as they take on a GPU when nothing is cached."""
-CALM_STEPS, CALM_ROWS = 2, 32
+CALM_STEPS, CALM_ROWS = 3, 32
 """A calm step beside decode rows takes as long as this many decode steps of this many rows at most."""
 REFUSALS = (ConfigError, CheckpointError, ModelError, rules.ShardingError, cache.PoolError)
 """What whoever asks for an engine can put right: the message says it all. Other errors are faults."""

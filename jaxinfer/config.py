@@ -231,7 +231,7 @@ class SchedulerLimits:
     max_num_seqs: int  # slots, numbered from 0
     max_step_tokens: int  # tokens in a step while nothing decodes
     max_mixed_tokens: int  # tokens in a step with decode rows, these included
-    calm_mixed_tokens: int | None = None  # the same while few sequences wait; None: no less than always
+    calm_mixed_tokens: int | None = None  # the same unless more sequences wait than decode; None: as many as ever
     max_waiting: int  # requests
     prefix_caching: bool = False  # whether pages are kept for requests that begin alike
     num_frames: int = 0  # of the host tier; with 0 there is none
@@ -244,9 +244,7 @@ class SchedulerLimits:
     state_tokens: int = 0  # positions between them; with 0 sequences have no state but their pages
     long_tokens: int = 0  # that the host holds of a context which the pool does not; with 0 there is none longer
     long_chunk: int = 0  # most tokens of a step behind the pool
-    # Milliseconds of steps by size, for steps to be cut where padding would cost more; empty: none is. Not for a model
-    # with experts: its steps are measured on padding, which no expert computes, so their times leave out what it costs
-    # that a second step reads the experts again.
+    # Milliseconds of full steps by size, for steps to be cut where padding would cost more; empty: none is.
     mixed_ms: Mapping[int, float] = dataclasses.field(default_factory=dict)  # by tokens
     decode_ms: Mapping[int, float] = dataclasses.field(default_factory=dict)  # by rows
 

@@ -19,12 +19,11 @@ class CutTimes(NamedTuple):
 def cut_times(builder: StepBuilder, times_ms: Mapping[Bucket, float]) -> CutTimes:
     """What steps take, by `times_ms` of each of them, where that says what cutting one in two would cost.
 
-    Empty on a CPU, whose times vary from run to run; for a model with experts, which is measured on padding, that no
-    expert computes, so that its times do not tell what reading experts twice would cost; and where several groups of
-    devices run a step together, whose size is that of the group with the most tokens: the scheduler of another one
-    would cut its part for nothing, and wait for a step more.
+    Empty on a CPU, whose times vary from run to run; and where several groups of devices run a step together, whose
+    size is that of the group with the most tokens: the scheduler of another one would cut its part for nothing, and
+    wait for a step more.
     """
-    if builder.platform == "cpu" or builder.model.top_k or builder.num_groups > 1:
+    if builder.platform == "cpu" or builder.num_groups > 1:
         return CutTimes({}, {})
     mixed_ms: dict[int, float] = {}
     for bucket, ms in times_ms.items():

@@ -25,6 +25,7 @@ from jaxinfer.runner.host_pages import HostPages
 from jaxinfer.runner.page_file import BLOCK_BYTES
 from jaxinfer.runner.peers import Inboxes
 from jaxinfer.runner.step import StepBuilder
+from jaxinfer.runner.warm_up import full_plan
 from jaxinfer.scheduler.plan import (
     CachedPrefix,
     LongChunk,
@@ -106,7 +107,7 @@ class ModelRunner:
             self._tier = HostPages(programs.gather_frame, programs.scatter_frame, builder.abstract_frame, disk)
             self._state, self.restore_ms = self._tier.warm_up(self._state)
         self.times_ms = self._warm_up(progress)
-        """Of each bucket, full of padding: the median of the runs that replayed its graph, in ms."""
+        """Of each bucket, full: the median of the runs that replayed its graph, in ms."""
 
     @property
     def compilations_after_ready(self) -> int:
@@ -329,7 +330,7 @@ class ModelRunner:
             self._state = self._programs.set_masks[num_rows](self._state, packed)
 
     def _warm_up(self, progress: Progress) -> dict[Bucket, float]:
-        """Runs everything on padding, as often as it takes until graphs are replayed.
+        """Runs everything, as often as it takes until graphs are replayed: steps full, and all else on padding.
 
         Waits after every program: XLA fails when a second program is launched while the first is being recorded.
         """
@@ -374,9 +375,10 @@ class ModelRunner:
             jax.block_until_ready((self._state, self._host))
 
     def _time_run(self, bucket: Bucket) -> float:
-        """Milliseconds of a step on padding, waited for."""
+        """Milliseconds of a full step, waited for."""
+        plan = full_plan(bucket, self._builder.shape, self._builder.vocab_size, self._num_groups)
         start_s = time.perf_counter()
-        self._run(bucket, self._empty_plan)
+        self._run(bucket, plan)
         jax.block_until_ready(self._state)
         return (time.perf_counter() - start_s) * 1e3
 

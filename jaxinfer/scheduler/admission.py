@@ -13,7 +13,7 @@ from jaxinfer.scheduler.plan import CachedPrefix, Transferred
 from jaxinfer.scheduler.prefix import MISS, Hit
 from jaxinfer.scheduler.queue import WaitingQueue, is_overtaken
 from jaxinfer.scheduler.sequence import Sequence
-from jaxinfer.scheduler.step_limit import cut_limit, mixed_limit
+from jaxinfer.scheduler.step_limit import cut_limit, mixed_limit, prompt_limit
 
 MAX_REFUSED = 8
 """Sequences that wait on, having been looked at, before no more are looked at for a plan."""
@@ -55,7 +55,7 @@ class Admission:
         """Tokens of a step, its `num_decodes` decode rows included. begun: who is in the middle of its prompt."""
         limits = self.limits
         num_waiting = len(self.waiting) + len(self.ready) + (begun is not None)
-        limit = mixed_limit(limits, num_decodes, num_waiting) if num_decodes else limits.max_step_tokens
+        limit = mixed_limit(limits, num_decodes, num_waiting) if num_decodes else prompt_limit(limits, num_waiting)
         if not limits.mixed_ms or not num_waiting:
             return limit
         num_begun = 0 if begun is None else begun.chunk_end - begun.num_computed

@@ -7,18 +7,25 @@ from collections.abc import Mapping, Sequence
 
 from jaxinfer.config import SchedulerLimits
 
-WAITING_SHARE = 4
-"""Decoding sequences for each one that waits, below which prompts are computed as fast as streams may bear."""
+
+def prompt_limit(limits: SchedulerLimits, num_waiting: int) -> int:
+    """Tokens of a step without decode rows.
+
+    Where more than one sequence waits, the first is to begin to decode before the last is computed: a large step is
+    hardly quicker than smaller ones that hold as much, and those who decode advance in each.
+    """
+    alone = num_waiting <= 1 or limits.calm_mixed_tokens is None
+    return limits.max_step_tokens if alone else min(limits.max_mixed_tokens, limits.max_step_tokens)
 
 
 def mixed_limit(limits: SchedulerLimits, num_decodes: int, num_waiting: int) -> int:
     """Tokens of a step beside `num_decodes` decode rows, these included: more than there are rows.
 
-    A large step makes every stream wait, but gets through prompts quicker. So it is calm while few wait: streams
-    then go on at nearly their own pace. From a sequence that waits for every WAITING_SHARE that decode, the prompts
-    come first, up to what `max_mixed_tokens` allows.
+    A large step makes every stream wait, and gets through prompts little quicker than smaller ones, in which decode
+    rows advance as well: so it is calm, unless more sequences wait than decode. Then the prompts come first, up to what
+    `max_mixed_tokens` allows.
     """
-    if limits.calm_mixed_tokens is None or num_waiting * WAITING_SHARE > num_decodes:
+    if limits.calm_mixed_tokens is None or num_waiting > num_decodes:
         return limits.max_mixed_tokens
     return min(max(limits.calm_mixed_tokens, 2 * num_decodes), limits.max_mixed_tokens)
 

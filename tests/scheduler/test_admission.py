@@ -183,19 +183,32 @@ def test_no_admission_is_undone_before_it_gave_a_token_and_had_a_decode_row(seed
                 assert chunk.slot in {row.slot for row in rows}, f"step {following.step} preempts it"
 
 
-def test_few_that_wait_get_small_chunks_beside_decode_rows_and_many_get_large_ones():
+def test_who_waits_gets_small_chunks_beside_decode_rows_unless_more_wait_than_decode():
     harness = Harness(max_num_seqs=16, max_mixed_tokens=64, calm_mixed_tokens=12, num_pages=400, max_step_tokens=64)
     for i in range(8):
         harness.submit(f"old{i}", 2, max_tokens=50)
     harness.step()
-    harness.submit("one", 60, max_tokens=2)
-    harness.submit("two", 60, max_tokens=2)
-    calm = harness.step()  # 2 wait, 8 decode: twice as many tokens as decode rows
-    harness.submit("three", 60, max_tokens=2)
+    for i in range(8):
+        harness.submit(f"new{i}", 60, max_tokens=2)
+    calm = harness.step()  # as many wait as decode: twice as many tokens as decode rows
+    harness.submit("one more", 60, max_tokens=2)
     hurried = harness.step()
     assert calm is not None and hurried is not None
     assert (len(calm.decodes), calm.num_tokens) == (8, 16)
     assert (len(hurried.decodes), hurried.num_tokens) == (8, 64)
+    harness.drain()
+
+
+def test_a_lone_prompt_fills_the_largest_step_and_the_first_of_several_decodes_before_the_last_is_computed():
+    harness = Harness(max_num_seqs=16, max_mixed_tokens=16, calm_mixed_tokens=12, num_pages=400, max_step_tokens=64)
+    harness.submit("alone", 60, max_tokens=1)
+    assert (plan := harness.step()) is not None and plan.num_tokens == 60
+    harness.drain()
+    for i in range(4):
+        harness.submit(f"new{i}", 15, max_tokens=20)
+    first, second = harness.step(), harness.step()
+    assert first is not None and second is not None
+    assert (first.num_tokens, len(second.decodes)) == (16, 1)
     harness.drain()
 
 
