@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import hmac
 import logging
+import os
 import re
 import sys
 import time
-import uuid
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
@@ -148,7 +148,7 @@ class _BodyLog:
 def _request_id(headers: Headers) -> str:
     """The client's own, where it is one; otherwise one made here."""
     given = headers.get("x-request-id", "")
-    return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+    return given if _REQUEST_ID.fullmatch(given) else os.urandom(16).hex()
 
 
 def _digest(key: str) -> bytes:
