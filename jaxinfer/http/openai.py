@@ -36,6 +36,27 @@ FIELDS_OF_ROLES = {
 """Fields of a message that one role alone may have."""
 RESERVED_TEMPLATE_NAMES = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message", "self"})
 """Template variables that other fields of the request set."""
+SAMPLING_FIELDS = (
+    "n",
+    "min_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "frequency_penalty",
+    "presence_penalty",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+    "cache_salt",
+    "priority",
+    "session_id",
+)
+"""Fields that SamplingParams has as they are, its defaults included."""
 
 Prompt = str | Sequence[int]
 
@@ -124,29 +145,13 @@ class _Generation(_Body, kw_only=True, frozen=True):
             _refuse("n", f"n is {self.n}; at most {MAX_N} choices per prompt are supported")
 
     def _sampling(self, max_tokens: int | None, logprobs: int | None, prompt: int | None) -> SamplingParams:
+        given = {name: value for name in SAMPLING_FIELDS if (value := getattr(self, name)) is not None}
         return SamplingParams(
-            n=_or(self.n, 1),
+            **given,
             max_tokens=max_tokens,
-            min_tokens=_or(self.min_tokens, 0),
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
-            frequency_penalty=_or(self.frequency_penalty, 0.0),
-            presence_penalty=_or(self.presence_penalty, 0.0),
-            seed=self.seed,
             logit_bias=_token_biases(self.logit_bias),
-            stop=_or(self.stop, ()),
-            stop_token_ids=_or(self.stop_token_ids, ()),
-            ignore_eos=bool(self.ignore_eos),
             logprobs=logprobs,
             prompt_logprobs=prompt,
-            include_stop_str_in_output=bool(self.include_stop_str_in_output),
-            skip_special_tokens=_or(self.skip_special_tokens, True),
-            cache_salt=self.cache_salt,
-            priority=_or(self.priority, 0),
-            session_id=self.session_id,
             structured_outputs=form_of(self),
         )
 

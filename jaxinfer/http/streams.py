@@ -93,7 +93,8 @@ class _Run:
 
     def start(self) -> None:
         if self._request is not None:
-            return self._engine.submit(self._request, self)
+            self._engine.submit(self._request, self)
+            return self._output.begin()
         self._sink.emit(OutputDelta(finish_reason=FinishReason.LENGTH))
         self._timer.finish(FinishReason.LENGTH, time.monotonic())
         self._end(None)
