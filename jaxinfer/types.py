@@ -146,13 +146,14 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
         object.__setattr__(self, "logit_bias", self.logit_bias or {})
         self._check_numbers()
-        self._check_collections()
+        others = (self.stop, self.stop_token_ids, self.logit_bias, self.cache_salt, self.session_id)
+        if others != ((), (), {}, None, None) or self.structured_outputs is not None:
+            self._check_collections()
 
     def _check_numbers(self) -> None:
-        for name, default, is_kind, kind, is_within, limits in _NUMBERS:
-            value = getattr(self, name)
-            if value is default:  # nearly all: to call what checks them takes 30 us where no cache has it
-                continue
+        for name, is_kind, kind, is_within, limits in _NUMBERS:  # messages only where needed: 6 us for all of them
+            if (value := getattr(self, name)) is _DEFAULTS[name]:
+                continue  # nearly always: where no cache has them, the calls below take 30 us
             if not is_kind(value):
                 raise InvalidRequest(f"{name} is {value!r}; it must be {kind}", param=name)
             if not is_within(value):
@@ -162,33 +163,6 @@ class SamplingParams:
             raise InvalidRequest(message, param="min_tokens")
 
     def _check_collections(self) -> None:
-        if self.logit_bias:
-            self._check_bias()
-        for token in self.stop_token_ids:
-            _check(_is_whole(token), "stop_token_ids", f"stop_token_ids has {token!r}; it must hold token ids")
-        if (salt := self.cache_salt) is not None:
-            _check(isinstance(salt, str), "cache_salt", f"cache_salt is {salt!r}; it must be a string")
-            _check(
-                1 <= len(salt) <= MAX_SALT_CHARS,
-                "cache_salt",
-                f"cache_salt has {len(salt)} characters; it must have 1 to {MAX_SALT_CHARS}, or be left out",
-            )
-        if self.session_id is not None:
-            check_session_id(self.session_id)
-            _check(
-                self.n == 1,
-                "session_id",
-                f"session_id is {self.session_id!r} and n is {self.n}; a session is one sequence, so n must be 1",
-            )
-        if self.stop:
-            self._check_stop()
-        if (form := self.structured_outputs) is not None:
-            _check(
-                isinstance(form, StructuredOutputs), "structured_outputs", "structured_outputs is no StructuredOutputs"
-            )
-            _check((problem := form.problem()) is None, form.param, problem or "")
-
-    def _check_bias(self) -> None:
         _check(
             isinstance(self.logit_bias, Mapping) and len(self.logit_bias) <= MAX_LOGIT_BIAS,
             "logit_bias",
@@ -201,8 +175,22 @@ class SamplingParams:
                 "logit_bias",
                 f"logit_bias of token {token} is {bias!r}; it must be from -100 to 100",
             )
-
-    def _check_stop(self) -> None:
+        for token in self.stop_token_ids:
+            _check(_is_whole(token), "stop_token_ids", f"stop_token_ids has {token!r}; it must hold token ids")
+        salt = self.cache_salt
+        _check(salt is None or isinstance(salt, str), "cache_salt", f"cache_salt is {salt!r}; it must be a string")
+        _check(
+            salt is None or 1 <= len(salt) <= MAX_SALT_CHARS,
+            "cache_salt",
+            f"cache_salt has {len(salt or '')} characters; it must have 1 to {MAX_SALT_CHARS}, or be left out",
+        )
+        if self.session_id is not None:
+            check_session_id(self.session_id)
+            _check(
+                self.n == 1,
+                "session_id",
+                f"session_id is {self.session_id!r} and n is {self.n}; a session is one sequence, so n must be 1",
+            )
         for string in self.stop:
             _check(isinstance(string, str), "stop", f"stop has {string!r}; it must hold strings")
         _check(
@@ -211,6 +199,11 @@ class SamplingParams:
             f"stop has {len(self.stop)} strings; at most {MAX_STOP_STRINGS} are supported",
         )
         _check(all(self.stop), "stop", "stop contains an empty string; give at least one character")
+        if (form := self.structured_outputs) is not None:
+            _check(
+                isinstance(form, StructuredOutputs), "structured_outputs", "structured_outputs is no StructuredOutputs"
+            )
+            _check((problem := form.problem()) is None, form.param, problem or "")
 
 
 def _strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
@@ -228,7 +221,7 @@ def _is_number(value: object) -> bool:
 
 _WHOLE, _REAL = (_is_whole, "an integer"), (_is_number, "a number")
 _LOW, _HIGH = REPETITION_PENALTIES
-_LIMITS: Sequence[tuple[str, Callable[[Any], bool], str, Callable[[Any], bool], str]] = (
+_NUMBERS: Sequence[tuple[str, Callable[[Any], bool], str, Callable[[Any], bool], str]] = (
     ("n", *_WHOLE, lambda n: n >= 1, "at least 1"),
     ("max_tokens", *_WHOLE, lambda n: n >= 0, "at least 0"),
     ("min_tokens", *_WHOLE, lambda n: n >= 0, "at least 0"),
@@ -249,8 +242,7 @@ _LIMITS: Sequence[tuple[str, Callable[[Any], bool], str, Callable[[Any], bool], 
     ("prompt_logprobs", *_WHOLE, lambda k: 0 <= k <= MAX_LOGPROBS, f"from 0 to {MAX_LOGPROBS}"),
     ("priority", *_WHOLE, lambda p: PRIORITIES[0] <= p <= PRIORITIES[1], "from {} to {}".format(*PRIORITIES)),
 )
-_NUMBERS = [(name, SamplingParams.__dataclass_fields__[name].default, *rest) for name, *rest in _LIMITS]
-"""With the default, which needs no check."""
+_DEFAULTS = {field.name: field.default for field in dataclasses.fields(SamplingParams)}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -409,7 +401,7 @@ class EngineHandle(Protocol):
     def submit(self, request: Request, receiver: EventReceiver) -> None:
         """Runs a request. Raises QueueFull, InvalidRequest or EngineDead, and then nothing runs.
 
-        An engine in another process refuses by an event: see `TokenEvent.refused`.
+        Events come in later turns of the loop; an engine in another process refuses by one: see `TokenEvent.refused`.
         """
         ...
 

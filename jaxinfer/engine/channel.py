@@ -39,17 +39,20 @@ class Submit(msgspec.Struct, tag=True):
     """
 
     number: int
-    request: Request  # without its prompt while it travels
+    request: Request  # without its prompt while it travels: see `_left_out`
     prompt: bytes
 
     @classmethod
     def of(cls, number: int, request: Request) -> Self:
-        ids = array("I", request.prompt_ids)
-        return cls(number, dataclasses.replace(request, prompt_ids=()), ids.tobytes())
+        if not isinstance(request.prompt_ids, array):
+            request = dataclasses.replace(request, prompt_ids=array("I", request.prompt_ids))
+        assert isinstance(request.prompt_ids, array)
+        return cls(number, request, request.prompt_ids.tobytes())
 
     def unpack(self) -> None:
-        """Gives the request its prompt, as an array("I")."""
-        self.request, self.prompt = dataclasses.replace(self.request, prompt_ids=array("I", self.prompt)), b""
+        """Gives the request its prompt, as an array("I"). Not a copy of it, which takes 30 us: nobody else has it."""
+        object.__setattr__(self.request, "prompt_ids", array("I", self.prompt))
+        self.prompt = b""
 
 
 class Abort(msgspec.Struct, tag=True):
@@ -140,7 +143,16 @@ class Failed(msgspec.Struct, tag=True):
 ToEngine = Submit | Abort | GetStats | SessionCommand
 FromEngine = Step | Stats | SessionReply
 ToOwner = Ready | Following | Failed
-encode = msgspec.msgpack.encode
+
+
+def _left_out(value: object) -> tuple[()]:
+    """What stands for an array, which has its place elsewhere in the message."""
+    if isinstance(value, array):
+        return ()
+    raise NotImplementedError(f"{type(value).__name__} is no part of a message")
+
+
+encode = msgspec.msgpack.Encoder(enc_hook=_left_out).encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
 decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode
 decode_to_owner = msgspec.msgpack.Decoder(ToOwner).decode

@@ -103,9 +103,10 @@ class Gate:
 
     def _cors_headers(self, scope: Scope, headers: Headers) -> list[tuple[bytes, bytes]]:
         """What a web page's browser is told with the reply itself."""
-        cors, origin = self._cors, headers.get("origin")
+        cors = self._cors
         if cors is None or _is_preflight(scope, headers):
             return []
+        origin = headers.get("origin")
         if origin is None or not cors.is_allowed_origin(origin):
             return [(b"vary", b"Origin")]
         told = MutableHeaders(cors.simple_headers)

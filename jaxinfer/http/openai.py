@@ -5,6 +5,7 @@ Every field is honoured or refused: an unknown one is an error that names it, an
 
 from __future__ import annotations
 
+import operator
 import re
 from array import array
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,7 @@ from typing import Any, ClassVar, NoReturn
 import msgspec
 
 from jaxinfer.http import token_ids
-from jaxinfer.http.structured import FORM_FIELDS, StructuredBody, form_of
+from jaxinfer.http.structured import StructuredBody, asks_for_form, form_of
 from jaxinfer.http.tools import Callable, check_answers, check_tools, template_calls
 from jaxinfer.types import MAX_LOGPROBS, InvalidRequest, SamplingParams
 
@@ -56,7 +57,8 @@ SAMPLING_FIELDS = (
     "priority",
     "session_id",
 )
-"""Fields that SamplingParams has as they are, its defaults included."""
+"""Fields that SamplingParams has, too; what a body leaves out has the default there."""
+_sampling_of = operator.attrgetter(*SAMPLING_FIELDS)
 
 Prompt = str | Sequence[int]
 
@@ -127,7 +129,7 @@ class _Generation(_Body, kw_only=True, frozen=True):
     @property
     def is_constrained(self) -> bool:
         """Whether a grammar is to be compiled: milliseconds, whatever the size of the body."""
-        return any(getattr(self, name) is not None for name in FORM_FIELDS)
+        return asks_for_form(self)
 
     def check(self, least_tokens: int = 1) -> None:
         """Raises InvalidRequest for what the schema cannot say."""
@@ -145,9 +147,9 @@ class _Generation(_Body, kw_only=True, frozen=True):
             _refuse("n", f"n is {self.n}; at most {MAX_N} choices per prompt are supported")
 
     def _sampling(self, max_tokens: int | None, logprobs: int | None, prompt: int | None) -> SamplingParams:
-        given = {name: value for name in SAMPLING_FIELDS if (value := getattr(self, name)) is not None}
+        fields = zip(SAMPLING_FIELDS, _sampling_of(self), strict=True)
         return SamplingParams(
-            **given,
+            **{name: value for name, value in fields if value is not None},
             max_tokens=max_tokens,
             logit_bias=_token_biases(self.logit_bias),
             logprobs=logprobs,
