@@ -18,10 +18,10 @@ NOTHING = np.zeros(0, np.int32)
 
 def steps(packed: Sequence[np.ndarray], size: int) -> np.ndarray:
     """Inputs of a step, of each group padded to `size`."""
-    found = np.zeros((len(packed), size), np.int32)
-    for row, of_group in zip(found, packed, strict=True):
-        row[: len(of_group)] = of_group
-    return found.reshape(-1)
+    found = np.zeros(len(packed) * size, np.int32)
+    for i, of_group in enumerate(packed):
+        found[i * size : i * size + len(of_group)] = of_group
+    return found
 
 
 def prefixes(

@@ -275,4 +275,7 @@ def _packed(node: Node) -> bytes:
 def num_common(a: bytes, b: bytes) -> int:
     """How many of the first tokens are the same, of tokens that are packed."""
     num = min(len(a), len(b))
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), num) // TOKEN_BYTES
+    if a[:num] == b[:num]:
+        return num // TOKEN_BYTES
+    differ = int.from_bytes(a[:num], "little") ^ int.from_bytes(b[:num], "little")
+    return ((differ & -differ).bit_length() - 1) // (8 * TOKEN_BYTES)  # the lowest bit that differs is in this token
