@@ -210,17 +210,19 @@ class Channel:
             raise EOFError from error
         if not data:
             raise EOFError
-        self._unread += data
+        if self._unread:
+            self._unread += data
+            data = bytes(self._unread)
         messages: list[bytes] = []
-        start, end = 0, len(self._unread)
-        with memoryview(self._unread) as unread:
-            while end - start >= _LENGTH.size:
-                stop = start + _LENGTH.size + _LENGTH.unpack_from(unread, start)[0]
-                if stop > end:
-                    break
-                messages.append(bytes(unread[start + _LENGTH.size : stop]))
-                start = stop
-        del self._unread[:start]
+        start, end = 0, len(data)
+        while end - start >= _LENGTH.size:
+            stop = start + _LENGTH.size + _LENGTH.unpack_from(data, start)[0]
+            if stop > end:
+                break
+            messages.append(data[start + _LENGTH.size : stop])
+            start = stop
+        if self._unread or start < end:
+            self._unread[:] = data[start:]
         if most is not None and len(self._unread) > most:
             raise EOFError
         return messages

@@ -9,7 +9,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -63,7 +63,7 @@ class Gate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         start_s = time.monotonic()
         headers = Headers(raw=scope["headers"])
-        request_id = _request_id(headers)
+        request_id = _request_id(scope["headers"])
         reply = _Reply(send, [(b"x-request-id", request_id.encode()), *self._cors_headers(scope, headers)])
         body = _BodyLog(receive) if self._logs_bodies else None
         try:
@@ -146,10 +146,13 @@ class _BodyLog:
         return message
 
 
-def _request_id(headers: Headers) -> str:
+def _request_id(headers: Iterable[tuple[bytes, bytes]]) -> str:
     """The client's own, where it is one; otherwise one made here."""
-    given = headers.get("x-request-id", "")
-    return given if _REQUEST_ID.fullmatch(given) else os.urandom(16).hex()
+    for name, value in headers:
+        if name == b"x-request-id":
+            given = value.decode("latin-1")
+            return given if _REQUEST_ID.fullmatch(given) else os.urandom(16).hex()
+    return os.urandom(16).hex()
 
 
 def _digest(key: str) -> bytes:

@@ -42,6 +42,7 @@ class Detokenizer:
         if self._prompt is not None:
             prompt_ids, self._prompt = self._prompt, None
             self._follow(prompt_ids)
+            self._settle()
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that these tokens complete."""
@@ -57,7 +58,7 @@ class Detokenizer:
                 text += self._tokenizer.first_token_bytes(id) if self._first else self._tokenizer.token_bytes(id)
                 self._first = False
         shown = self._strip_start(self._utf8.decode(bytes(text)))
-        self._settled = not (self._first or self._strip or self._utf8.getstate()[0])
+        self._settle()
         return shown
 
     def flush(self) -> str:
@@ -84,6 +85,9 @@ class Detokenizer:
             lead = len(whole) - len(whole.lstrip(strip_char)) if strip_char else 0
             self._strip = max(0, self._strip - lead) if lead == len(whole) else 0
         self._utf8.decode(bytes(tail))
+
+    def _settle(self) -> None:
+        self._settled = not (self._first or self._strip or self._utf8.getstate()[0])
 
     def _strip_start(self, text: str) -> str:
         strip_char = self._tokenizer.decoder.strip_char
