@@ -382,8 +382,6 @@ class Scheduler:
 
     def _admit(self, prefixes: list[CachedPrefix]) -> Sequence | None:
         """A sequence that now runs, if there is one and room for it."""
-        if not (self._admission.ready or len(self._admission.waiting)):
-            return None
         num_held = self.num_running
         per_step = min(self.limits.max_step_tokens, mixed_limit(self.limits, num_held, 0) - num_held)
         seq = self._admission.next(self._running, per_step, self.num_steps, prefixes)
