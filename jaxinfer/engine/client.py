@@ -10,7 +10,7 @@ import itertools
 import logging
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from jaxinfer.engine.channel import (
@@ -59,8 +59,8 @@ class _Stream:
 class _Late(NamedTuple):
     """What is left of a step once its first tokens are pushed."""
 
-    rows: Sequence[tuple[int, int]]  # number of the stream, token
-    events: Sequence[tuple[int, TokenEvent]]
+    rows: list[tuple[int, int]]  # number of the stream, token
+    events: list[tuple[int, TokenEvent]]
 
 
 class EngineClient:
@@ -188,18 +188,30 @@ class EngineClient:
         A row takes 13 microseconds with its write, and the last of 64 would have its first token a millisecond late.
         """
         self._deliver_late()
-        rows = list(zip(step.numbers, step.tokens, strict=True))
-        first = self._waiting.intersection([*step.numbers, *(number for number, _ in step.events)])
-        if first and self._loop is not None:
-            self._waiting -= first
-            self._push_tokens([row for row in rows if row[0] in first])
-            self._push_events([event for event in step.events if event[0] in first])
-            rest = [event for event in step.events if event[0] not in first]
-            self._late = _Late([row for row in rows if row[0] not in first], rest)
+        rows, waiting = zip(step.numbers, step.tokens, strict=True), self._waiting
+        if not waiting:
+            self._push_tokens(rows)
+            return self._push_events(step.events)
+        late, any_first = _Late([], []), False
+        for row in rows:
+            if row[0] in waiting:
+                waiting.remove(row[0])
+                self._push_tokens((row,))
+                any_first = True
+            else:
+                late.rows.append(row)
+        for event in step.events:
+            if event[0] in waiting:
+                waiting.remove(event[0])
+                self._push_events((event,))
+                any_first = True
+            else:
+                late.events.append(event)
+        self._late = late
+        if any_first and self._loop is not None:
             self._loop.call_soon(self._deliver_late)  # once what was written is sent, and before more is read
         else:
-            self._push_tokens(rows)
-            self._push_events(step.events)
+            self._deliver_late()
 
     def _deliver_late(self) -> None:
         late, self._late = self._late, None
@@ -207,7 +219,7 @@ class EngineClient:
             self._push_tokens(late.rows)
             self._push_events(late.events)
 
-    def _push_tokens(self, rows: Sequence[tuple[int, int]]) -> None:
+    def _push_tokens(self, rows: Iterable[tuple[int, int]]) -> None:
         streams = self._streams
         for number, token in rows:
             if stream := streams.get(number):

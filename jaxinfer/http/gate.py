@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import hmac
 import logging
+import os
 import re
 import sys
 import time
-import uuid
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -63,7 +63,7 @@ class Gate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         start_s = time.monotonic()
         headers = Headers(raw=scope["headers"])
-        request_id = _request_id(headers)
+        request_id = _request_id(scope["headers"])
         reply = _Reply(send, [(b"x-request-id", request_id.encode()), *self._cors_headers(scope, headers)])
         body = _BodyLog(receive) if self._logs_bodies else None
         try:
@@ -103,9 +103,10 @@ class Gate:
 
     def _cors_headers(self, scope: Scope, headers: Headers) -> list[tuple[bytes, bytes]]:
         """What a web page's browser is told with the reply itself."""
-        cors, origin = self._cors, headers.get("origin")
+        cors = self._cors
         if cors is None or _is_preflight(scope, headers):
             return []
+        origin = headers.get("origin")
         if origin is None or not cors.is_allowed_origin(origin):
             return [(b"vary", b"Origin")]
         told = MutableHeaders(cors.simple_headers)
@@ -145,10 +146,13 @@ class _BodyLog:
         return message
 
 
-def _request_id(headers: Headers) -> str:
+def _request_id(headers: Iterable[tuple[bytes, bytes]]) -> str:
     """The client's own, where it is one; otherwise one made here."""
-    given = headers.get("x-request-id", "")
-    return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+    for name, value in headers:
+        if name == b"x-request-id":
+            given = value.decode("latin-1")
+            return given if _REQUEST_ID.fullmatch(given) else os.urandom(16).hex()
+    return os.urandom(16).hex()
 
 
 def _digest(key: str) -> bytes:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
-import uuid
 from collections.abc import MutableMapping
 from typing import Any, Protocol
 
@@ -148,5 +148,5 @@ class OpenAiEndpoint:
         return request.is_constrained
 
     def prepare(self, request: openai.CompletionRequest | openai.ChatRequest, arrival_s: float) -> OpenAiReply:
-        reply_id = self._kind.id_prefix + uuid.uuid4().hex
+        reply_id = self._kind.id_prefix + os.urandom(16).hex()
         return OpenAiReply(self._prompts.generation(request, reply_id, self._metrics, arrival_s))

@@ -63,12 +63,12 @@ class MessageReply:
     async def stream(self, engine: EngineHandle, stream: EventStream, guard: Guard) -> None:
         del guard
         self._stream = stream
-        await run_choices(engine, self._generation.choices, [self])
+        await run_choices(engine, self._generation.choices, lambda: [self])
         await stream.end()
 
     async def whole(self, engine: EngineHandle, guard: Guard) -> bytes:
         del guard
-        await run_choices(engine, self._generation.choices, [self])
+        await run_choices(engine, self._generation.choices, lambda: [self])
         return msgspec.json.encode(self._writer.body(self._usage()))
 
     def emit(self, delta: OutputDelta | None) -> None:

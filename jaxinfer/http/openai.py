@@ -5,6 +5,7 @@ Every field is honoured or refused: an unknown one is an error that names it, an
 
 from __future__ import annotations
 
+import operator
 import re
 from array import array
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,7 @@ from typing import Any, ClassVar, NoReturn
 import msgspec
 
 from jaxinfer.http import token_ids
-from jaxinfer.http.structured import FORM_FIELDS, StructuredBody, form_of
+from jaxinfer.http.structured import StructuredBody, asks_for_form, form_of
 from jaxinfer.http.tools import Callable, check_answers, check_tools, template_calls
 from jaxinfer.types import MAX_LOGPROBS, InvalidRequest, SamplingParams
 
@@ -36,6 +37,28 @@ FIELDS_OF_ROLES = {
 """Fields of a message that one role alone may have."""
 RESERVED_TEMPLATE_NAMES = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message", "self"})
 """Template variables that other fields of the request set."""
+SAMPLING_FIELDS = (
+    "n",
+    "min_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "frequency_penalty",
+    "presence_penalty",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+    "cache_salt",
+    "priority",
+    "session_id",
+)
+"""Fields that SamplingParams has, too; what a body leaves out has the default there."""
+_sampling_of = operator.attrgetter(*SAMPLING_FIELDS)
 
 Prompt = str | Sequence[int]
 
@@ -106,7 +129,7 @@ class _Generation(_Body, kw_only=True, frozen=True):
     @property
     def is_constrained(self) -> bool:
         """Whether a grammar is to be compiled: milliseconds, whatever the size of the body."""
-        return any(getattr(self, name) is not None for name in FORM_FIELDS)
+        return asks_for_form(self)
 
     def check(self, least_tokens: int = 1) -> None:
         """Raises InvalidRequest for what the schema cannot say."""
@@ -124,29 +147,13 @@ class _Generation(_Body, kw_only=True, frozen=True):
             _refuse("n", f"n is {self.n}; at most {MAX_N} choices per prompt are supported")
 
     def _sampling(self, max_tokens: int | None, logprobs: int | None, prompt: int | None) -> SamplingParams:
+        fields = zip(SAMPLING_FIELDS, _sampling_of(self), strict=True)
         return SamplingParams(
-            n=_or(self.n, 1),
+            **{name: value for name, value in fields if value is not None},
             max_tokens=max_tokens,
-            min_tokens=_or(self.min_tokens, 0),
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
-            frequency_penalty=_or(self.frequency_penalty, 0.0),
-            presence_penalty=_or(self.presence_penalty, 0.0),
-            seed=self.seed,
             logit_bias=_token_biases(self.logit_bias),
-            stop=_or(self.stop, ()),
-            stop_token_ids=_or(self.stop_token_ids, ()),
-            ignore_eos=bool(self.ignore_eos),
             logprobs=logprobs,
             prompt_logprobs=prompt,
-            include_stop_str_in_output=bool(self.include_stop_str_in_output),
-            skip_special_tokens=_or(self.skip_special_tokens, True),
-            cache_salt=self.cache_salt,
-            priority=_or(self.priority, 0),
-            session_id=self.session_id,
             structured_outputs=form_of(self),
         )
 

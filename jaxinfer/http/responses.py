@@ -130,7 +130,7 @@ class ResponseReply:
             self._store.put(self._id, Stored("in_progress", self._body(), []))
         watch = asyncio.create_task(self._watch(guard))
         try:
-            await run_choices(engine, self._generation.choices, [self])
+            await run_choices(engine, self._generation.choices, lambda: [self])
         except BaseException as error:
             self._fail(guard.cause or error)
             raise

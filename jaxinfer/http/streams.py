@@ -81,20 +81,25 @@ class Sink(Protocol):
 class _Run:
     """One choice on its way through the engine: an EventReceiver. Its `end` is called once, when it has ended."""
 
-    def __init__(self, engine: EngineHandle, choice: Choice, sink: Sink, end: Callable[[Exception | None], None]):
+    def __init__(self, engine: EngineHandle, choice: Choice, end: Callable[[Exception | None], None]):
         self._engine = engine
         self._choice = choice
         self._request = choice.request
         self._output = choice.output
         self._echo_logprobs = choice.echo_logprobs  # until they are told
         self._timer = choice.timer
-        self._sink = sink
         self._end = end
 
     def start(self) -> None:
         if self._request is not None:
-            return self._engine.submit(self._request, self)
-        self._sink.emit(OutputDelta(finish_reason=FinishReason.LENGTH))
+            self._engine.submit(self._request, self)
+
+    def show(self, sink: Sink) -> None:
+        """Says who takes what it produces, before the engine's first event."""
+        self._sink = sink
+        if self._request is not None:
+            return self._output.begin()
+        sink.emit(OutputDelta(finish_reason=FinishReason.LENGTH))
         self._timer.finish(FinishReason.LENGTH, time.monotonic())
         self._end(None)
 
@@ -130,9 +135,12 @@ class _Run:
             self._engine.cancel(self._request.request_id)
 
 
-async def run_choices(engine: EngineHandle, choices: Sequence[Choice], sinks: Sequence[Sink]) -> None:
+async def run_choices(
+    engine: EngineHandle, choices: Sequence[Choice], make_sinks: Callable[[], Sequence[Sink]]
+) -> None:
     """Runs every choice to its end. The first that fails cancels the rest, and its error is raised.
 
+    make_sinks: of one for each choice, called while the engine computes already.
     No task waits for a token: the engine's events go straight to the sinks, and only the end of all wakes this one.
     """
     all_ended = asyncio.get_running_loop().create_future()
@@ -150,7 +158,7 @@ async def run_choices(engine: EngineHandle, choices: Sequence[Choice], sinks: Se
         elif num_left == 0:
             all_ended.set_result(None)
 
-    runs = [_Run(engine, choice, sink, end) for choice, sink in zip(choices, sinks, strict=True)]
+    runs = [_Run(engine, choice, end) for choice in choices]
 
     def cancel_all() -> None:
         for run in runs:
@@ -163,6 +171,9 @@ async def run_choices(engine: EngineHandle, choices: Sequence[Choice], sinks: Se
             except Exception as error:
                 run.fail(error)
                 break
+        else:
+            for run, sink in zip(runs, make_sinks(), strict=True):
+                run.show(sink)
         await all_ended
     finally:
         cancel_all()
@@ -291,8 +302,8 @@ class _WholeSink:
 
 
 async def stream_reply(engine: EngineHandle, generation: Generation, stream: EventStream) -> None:
-    sinks = [_ChoiceStream(stream, generation, choice) for choice in generation.choices]
-    await run_choices(engine, generation.choices, sinks)
+    choices = generation.choices
+    await run_choices(engine, choices, lambda: [_ChoiceStream(stream, generation, choice) for choice in choices])
     await stream.end(usage_event(generation.head, generation.usage()) if generation.include_usage else b"")
 
 
@@ -300,7 +311,7 @@ async def whole_reply(engine: EngineHandle, generation: Generation) -> bytes:
     """The body of a reply that is not streamed."""
     head = generation.head
     wholes = [WholeChoice([choice.echo], [], choice.message) for choice in generation.choices]
-    await run_choices(engine, generation.choices, [_WholeSink(whole) for whole in wholes])
+    await run_choices(engine, generation.choices, lambda: [_WholeSink(whole) for whole in wholes])
     bodies = [
         whole.body(choice.index, chat=head.chat, logprobs=generation.logprobs)
         for choice, whole in zip(generation.choices, wholes, strict=True)

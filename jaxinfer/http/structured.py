@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Mapping
 from typing import Any, NoReturn, Protocol
@@ -20,6 +21,8 @@ FORM_FIELDS = (
     "guided_grammar",
 )
 """Fields of a body that each ask for a form."""
+_forms_of = operator.attrgetter(*FORM_FIELDS)
+_NO_FORMS = (None,) * len(FORM_FIELDS)
 _SCHEMA_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 
 
@@ -57,8 +60,15 @@ class HasForm(Protocol):
     def guided_whitespace_pattern(self) -> str | None: ...
 
 
+def asks_for_form(body: HasForm) -> bool:
+    """Whether any of FORM_FIELDS is there."""
+    return _forms_of(body) != _NO_FORMS
+
+
 def form_of(body: HasForm) -> StructuredOutputs | None:
     """The form that is asked for; None: any. InvalidRequest where there are two, or for what cannot be met."""
+    if not asks_for_form(body) and body.guided_whitespace_pattern is None:
+        return None
     found = [
         form
         for form in (

@@ -14,8 +14,8 @@ MARK = f'"{secrets.token_hex(16)}"'.encode()
 """What stands for a list of ids while the rest of its body is read: nobody else can have written it."""
 MIN_BYTES = 2**15
 """Shorter bodies, of some 4,000 ids, are read quicker as they are."""
-SHORT_BYTES = 2**12
-"""Lists below this, of some 500 ids, are read without numpy."""
+SHORT_BYTES = 2**14
+"""Lists below this, of some 2,000 ids, are read without numpy."""
 MAX_DIGITS = 8
 """Of an id that is read here, as many as fit in a word of 64 bits."""
 _list_decoder = msgspec.json.Decoder(list[int])
@@ -97,7 +97,8 @@ def of_json(prompt: msgspec.Raw) -> array[int] | None:
 def _few_of_json(prompt: msgspec.Raw) -> array[int] | None:
     """The same in one call: a server with nothing else to do has numpy's code in no cache, and 0.06 ms to wait for it.
 
-    Measured on a virtual machine with 3 ms between two requests: 0.04 ms for a body of 16 ids instead of 0.10.
+    Measured on a virtual machine with 3 ms between two requests: 0.04 ms for a body of 16 ids instead of 0.10, and for
+    1,000 ids 0.06 instead of 0.09; from 3,000 on it takes longer.
     """
     try:
         return array("I", _list_decoder.decode(prompt))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import chain, zip_longest
+from itertools import zip_longest
 
 import numpy as np
 
@@ -18,19 +18,22 @@ NOTHING = np.zeros(0, np.int32)
 
 def steps(packed: Sequence[np.ndarray], size: int) -> np.ndarray:
     """Inputs of a step, of each group padded to `size`."""
-    found = np.zeros((len(packed), size), np.int32)
-    for row, of_group in zip(found, packed, strict=True):
-        row[: len(of_group)] = of_group
-    return found.reshape(-1)
+    found = np.zeros(len(packed) * size, np.int32)
+    for i, of_group in enumerate(packed):
+        found[i * size : i * size + len(of_group)] = of_group
+    return found
 
 
 def prefixes(
     of_groups: Sequence[CachedPrefix], packed: Sequence[np.ndarray], size: int, shape: StateShape
 ) -> np.ndarray:
     """A prefix of each group, with the inputs of the step that follows, which are padded to `size`."""
-    packs = [inputs.pack_prefix(prefix, table_width=shape.table_width) for prefix in of_groups]
-    rest = steps(packed, size).reshape(len(packed), size)
-    return np.concatenate([*chain.from_iterable(zip(packs, rest, strict=True))])
+    start = inputs.prefix_size(shape.table_width)
+    found = np.zeros((len(of_groups), start + size), np.int32)
+    for row, prefix, rows in zip(found, of_groups, packed, strict=True):
+        row[:start] = inputs.pack_prefix(prefix, table_width=shape.table_width)
+        row[start : start + len(rows)] = rows
+    return found.reshape(-1)
 
 
 def no_prefix(shape: StateShape) -> CachedPrefix:

@@ -56,6 +56,8 @@ class WaitingQueue:
             self._order.sort(key=order_key)
 
     def _index(self, seq: Sequence) -> int:
+        if self._order[0] is seq:  # nearly always
+            return 0
         i = bisect.bisect_left(self._order, order_key(seq), key=order_key)
         assert self._order[i] is seq
         return i

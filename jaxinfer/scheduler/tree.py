@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import bisect
+import operator
 from array import array
 from collections.abc import Iterator, Sequence
 
 from jaxinfer.scheduler.pages import PageError, PagePool
 
 TOKEN_BYTES = array("I").itemsize
+_packed = operator.attrgetter("packed")
 
 
 def pack(tokens: Sequence[int]) -> bytes:
@@ -268,11 +270,12 @@ class Tree:
             raise PageError(f"page {child.page} follows in its run on another than the one above it")
 
 
-def _packed(node: Node) -> bytes:
-    return node.packed
-
-
 def num_common(a: bytes, b: bytes) -> int:
     """How many of the first tokens are the same, of tokens that are packed."""
+    if a[:TOKEN_BYTES] != b[:TOKEN_BYTES]:  # nearly always
+        return 0
     num = min(len(a), len(b))
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), num) // TOKEN_BYTES
+    if a[:num] == b[:num]:
+        return num // TOKEN_BYTES
+    differ = int.from_bytes(a[:num], "little") ^ int.from_bytes(b[:num], "little")
+    return ((differ & -differ).bit_length() - 1) // (8 * TOKEN_BYTES)  # the lowest bit that differs is in this token

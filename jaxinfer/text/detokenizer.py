@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 from jaxinfer.text.tokenizer import Tokenizer
 
 _UTF8_BYTES = 4  # the longest sequence of one character
+_Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 
 
 class Detokenizer:
@@ -29,12 +30,19 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
         self._always_shown = always_shown
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._utf8 = _Utf8Decoder("replace")
         self._strip = tokenizer.decoder.strip_count
         self._first = True
         self._settled = False
         """Nothing waits, and nothing is stripped: a token's text is then what it is anywhere."""
-        self._follow(prompt_ids)
+        self._prompt: Sequence[int] | None = prompt_ids  # until it is read
+
+    def begin(self) -> None:
+        """Reads the end of the prompt, which the first call of another method does otherwise."""
+        if self._prompt is not None:
+            prompt_ids, self._prompt = self._prompt, None
+            self._follow(prompt_ids)
+            self._settle()
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that these tokens complete."""
@@ -42,6 +50,7 @@ class Detokenizer:
             whole = self._tokenizer.whole_text(token_ids[0])
             if whole is not None:
                 return whole
+        self.begin()
         text = bytearray()
         for id in token_ids:
             skips = self._skip and id not in self._always_shown
@@ -49,11 +58,12 @@ class Detokenizer:
                 text += self._tokenizer.first_token_bytes(id) if self._first else self._tokenizer.token_bytes(id)
                 self._first = False
         shown = self._strip_start(self._utf8.decode(bytes(text)))
-        self._settled = not (self._first or self._strip or self._utf8.getstate()[0])
+        self._settle()
         return shown
 
     def flush(self) -> str:
         """What still waits, at the end of the output: U+FFFD for an unfinished character."""
+        self.begin()
         text = self._utf8.decode(b"", final=True)
         return self._strip_start(text)
 
@@ -75,6 +85,9 @@ class Detokenizer:
             lead = len(whole) - len(whole.lstrip(strip_char)) if strip_char else 0
             self._strip = max(0, self._strip - lead) if lead == len(whole) else 0
         self._utf8.decode(bytes(tail))
+
+    def _settle(self) -> None:
+        self._settled = not (self._first or self._strip or self._utf8.getstate()[0])
 
     def _strip_start(self, text: str) -> str:
         strip_char = self._tokenizer.decoder.strip_char

@@ -99,6 +99,11 @@ class OutputStream:
         """Whether the last delta has been given."""
         return self._finished
 
+    def begin(self) -> None:
+        """Reads the end of the prompt, as the first event does otherwise: to be called while the engine computes."""
+        if self._detokenizer is not None:
+            self._detokenizer.begin()
+
     def push(self, event: TokenEvent) -> OutputDelta | None:
         """What the event adds for the client; None if nothing does."""
         if self._finished:

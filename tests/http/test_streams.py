@@ -105,7 +105,8 @@ class ThreeTokens:
     def submit(self, request, receiver):
         for token in (5, 6, 7):
             reason = FinishReason.LENGTH if token == 7 else None
-            receiver.push(TokenEvent(request_id=request.request_id, token_ids=(token,), finish_reason=reason))
+            event = TokenEvent(request_id=request.request_id, token_ids=(token,), finish_reason=reason)
+            asyncio.get_running_loop().call_soon(receiver.push, event)
 
     def cancel(self, request_id):
         pass
