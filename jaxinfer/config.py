@@ -231,7 +231,7 @@ class SchedulerLimits:
     max_num_seqs: int  # slots, numbered from 0
     max_step_tokens: int  # tokens in a step while nothing decodes
     max_mixed_tokens: int  # tokens in a step with decode rows, these included
-    calm_mixed_tokens: int | None = None  # the same unless more sequences wait than decode; None: as many as ever
+    calm_mixed_tokens: int | None = None  # the same while few sequences wait; None: no less than always
     max_waiting: int  # requests
     prefix_caching: bool = False  # whether pages are kept for requests that begin alike
     num_frames: int = 0  # of the host tier; with 0 there is none

@@ -213,7 +213,7 @@ async def _closing(client: Client, case: Callable[[Client], Coroutine[Any, Any, 
 
 def workload_key(row: dict[str, Any]) -> tuple[Any, ...]:
     """What rows of the same measurement have in common."""
-    return (row["case"], *(row[name] for name in KEYS[row["case"]]))
+    return (row["case"], *(row[name] for name in KEYS.get(row["case"], ())))
 
 
 def agent_row(with_cache: dict[str, Any], without: dict[str, Any] | None) -> dict[str, Any]:

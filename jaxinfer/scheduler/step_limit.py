@@ -7,6 +7,9 @@ from collections.abc import Mapping, Sequence
 
 from jaxinfer.config import SchedulerLimits
 
+WAITING_SHARE = 2
+"""Decoding sequences for each one that waits, below which prompts are computed as fast as streams may bear."""
+
 
 def prompt_limit(limits: SchedulerLimits, num_waiting: int) -> int:
     """Tokens of a step without decode rows.
@@ -22,10 +25,10 @@ def mixed_limit(limits: SchedulerLimits, num_decodes: int, num_waiting: int) -> 
     """Tokens of a step beside `num_decodes` decode rows, these included: more than there are rows.
 
     A large step makes every stream wait, and gets through prompts little quicker than smaller ones, in which decode
-    rows advance as well: so it is calm, unless more sequences wait than decode. Then the prompts come first, up to what
-    `max_mixed_tokens` allows.
+    rows advance as well: so it is calm. From a sequence that waits for every WAITING_SHARE that decode, prompts come
+    first, up to what `max_mixed_tokens` allows: calm steps do not keep up with them.
     """
-    if limits.calm_mixed_tokens is None or num_waiting > num_decodes:
+    if limits.calm_mixed_tokens is None or num_waiting * WAITING_SHARE > num_decodes:
         return limits.max_mixed_tokens
     return min(max(limits.calm_mixed_tokens, 2 * num_decodes), limits.max_mixed_tokens)
 

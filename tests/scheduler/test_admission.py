@@ -183,14 +183,14 @@ def test_no_admission_is_undone_before_it_gave_a_token_and_had_a_decode_row(seed
                 assert chunk.slot in {row.slot for row in rows}, f"step {following.step} preempts it"
 
 
-def test_who_waits_gets_small_chunks_beside_decode_rows_unless_more_wait_than_decode():
+def test_few_that_wait_get_small_chunks_beside_decode_rows_and_many_get_large_ones():
     harness = Harness(max_num_seqs=16, max_mixed_tokens=64, calm_mixed_tokens=12, num_pages=400, max_step_tokens=64)
     for i in range(8):
         harness.submit(f"old{i}", 2, max_tokens=50)
     harness.step()
-    for i in range(8):
+    for i in range(4):
         harness.submit(f"new{i}", 60, max_tokens=2)
-    calm = harness.step()  # as many wait as decode: twice as many tokens as decode rows
+    calm = harness.step()  # half as many wait as decode: twice as many tokens as decode rows
     harness.submit("one more", 60, max_tokens=2)
     hurried = harness.step()
     assert calm is not None and hurried is not None
