@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import numpy as np
@@ -171,9 +172,11 @@ def test_sampling_parameters_reach_the_device_bit_by_bit_and_only_those_of_chunk
 @pytest.mark.parametrize("kind", [np.float32, np.float64])
 @pytest.mark.parametrize("name", ["repetition_penalty", "frequency_penalty", "presence_penalty"])
 def test_penalties_may_be_numbers_of_numpy(kind, name):
-    asked = Request(request_id="r", prompt_ids=(1,), max_tokens=9, **{name: kind(1.5)})
-    plain = Request(request_id="r", prompt_ids=(1,), max_tokens=9, **{name: 1.5})
-    np.testing.assert_array_equal(inputs.sampling_fields(asked, 1), inputs.sampling_fields(plain, 1))
+    def fields(penalty: Any) -> np.ndarray:
+        asked: dict[str, Any] = {name: penalty}
+        return inputs.sampling_fields(Request(request_id="r", prompt_ids=(1,), max_tokens=9, **asked), 1)
+
+    np.testing.assert_array_equal(fields(kind(1.5)), fields(1.5))
 
 
 def check_padding(step: inputs.StepInputs, num: int) -> None:
