@@ -44,10 +44,11 @@ class Submit(msgspec.Struct, tag=True):
 
     @classmethod
     def of(cls, number: int, request: Request) -> Self:
-        if not isinstance(request.prompt_ids, array):
-            request = dataclasses.replace(request, prompt_ids=array("I", request.prompt_ids))
-        assert isinstance(request.prompt_ids, array)
-        return cls(number, request, request.prompt_ids.tobytes())
+        ids = request.prompt_ids
+        if not isinstance(ids, array) or ids.typecode != "I":
+            ids = array("I", ids)
+            request = dataclasses.replace(request, prompt_ids=ids)
+        return cls(number, request, ids.tobytes())
 
     def unpack(self) -> None:
         """Gives the request its prompt, as an array("I"). Not a copy of it, which takes 30 us: nobody else has it."""
@@ -158,6 +159,11 @@ decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode
 decode_to_owner = msgspec.msgpack.Decoder(ToOwner).decode
 
 
+def _has_message(unread: bytearray) -> bool:
+    """Whether the first message is there as a whole."""
+    return len(unread) >= _LENGTH.size and len(unread) >= _LENGTH.size + _LENGTH.unpack_from(unread)[0]
+
+
 class Channel:
     """One end of the channel. Never waits: neither an engine nor a front end that stands still may stop the other.
 
@@ -211,8 +217,8 @@ class Channel:
         if not data:
             raise EOFError
         if self._unread:
-            self._unread += data
-            data = bytes(self._unread)
+            self._unread += data  # a piece of a long message, mostly: all of it is copied once it is whole
+            data = bytes(self._unread) if _has_message(self._unread) else b""
         messages: list[bytes] = []
         start, end = 0, len(data)
         while end - start >= _LENGTH.size:
@@ -221,7 +227,7 @@ class Channel:
                 break
             messages.append(data[start + _LENGTH.size : stop])
             start = stop
-        if self._unread or start < end:
+        if data:
             self._unread[:] = data[start:]
         if most is not None and len(self._unread) > most:
             raise EOFError

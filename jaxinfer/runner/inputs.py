@@ -47,7 +47,7 @@ def sampling_fields(request: Request, prompt_len: int) -> np.ndarray:
         request.top_k,
         seed & 0xFFFFFFFF,
         seed >> 32 & 0xFFFFFFFF,
-        request.has_penalties,
+        bool(request.has_penalties),  # where a number is NumPy's, so is this
         bool(request.logit_bias or request.grammar),
         request.logprobs is not None,
         prompt_len + request.min_tokens if request.min_tokens else 0,

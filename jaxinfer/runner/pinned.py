@@ -15,7 +15,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 NUM_BUFFERS = 4
-"""More than the calls that are under way at once: two steps at most."""
+"""More than the calls that are under way at once, mostly: one of each of two steps. A program that runs for every
+sequence that begins is called more often, and then has more buffers."""
 
 
 def has_pinned(mesh: Mesh) -> bool:
@@ -52,16 +53,21 @@ class Sender:
         *others, data = args
         if not self._buffers:
             self._buffers = [self._make() for _ in range(NUM_BUFFERS)]
-        turn, self._next = self._next, (self._next + 1) % NUM_BUFFERS
-        buffer = self._free(self._buffers[turn])
+        turn, buffer = self._next, self._free(self._buffers[self._next])
+        if buffer is None:  # nor is any other free: this one was called for first
+            buffer = self._make()
+            self._buffers.insert(turn, buffer)
+        self._next = (turn + 1) % len(self._buffers)
         _view(buffer)[:] = data
         *results, self._buffers[turn] = self._program(*others, buffer)
         return results[0] if len(results) == 1 else tuple(results)
 
-    def _free(self, buffer: jax.Array) -> jax.Array:
-        """The buffer once its last program has run; another one where that failed, or never began."""
+    def _free(self, buffer: jax.Array) -> jax.Array | None:
+        """The buffer whose last program has run, another one where that failed or never began; None while it runs."""
         if buffer.is_deleted():
             return self._make()
+        if not buffer.is_ready():
+            return None
         try:
             return buffer.block_until_ready()
         except jax.errors.JaxRuntimeError:

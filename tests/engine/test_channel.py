@@ -18,7 +18,7 @@ def ends():
         channel.close()
 
 
-@pytest.mark.parametrize("kind", [list, tuple, lambda ids: array("I", ids)])
+@pytest.mark.parametrize("kind", [list, tuple, lambda ids: array("I", ids), lambda ids: array("Q", ids)])
 def test_a_prompt_comes_out_as_the_same_ids(kind):
     ids = [0, 7, 151_935, 2**32 - 1]
     sent = Request(request_id="r", prompt_ids=kind(ids), max_tokens=3, seed=2**64 - 1, logit_bias={5: 1.0})
@@ -47,3 +47,19 @@ def test_messages_of_any_size_come_out_whole_and_in_order(ends):
         pass
     reading.join()
     assert received == reasons
+
+
+def test_what_has_come_of_a_long_message_is_not_copied_with_every_piece(ends):
+    sender, receiver = ends
+    sender.put(Failed("x" * (40 * RECEIVE_BYTES)))
+    copied = []
+
+    class Unread(bytearray):
+        def __bytes__(self):
+            copied.append(len(self))
+            return bytes(memoryview(self))
+
+    receiver._unread = Unread()
+    while not (messages := receiver.receive()):
+        sender.flush()
+    assert len(copied) == 1 and len(messages[0]) > 40 * RECEIVE_BYTES

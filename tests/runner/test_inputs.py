@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import numpy as np
@@ -166,6 +167,16 @@ def test_sampling_parameters_reach_the_device_bit_by_bit_and_only_those_of_chunk
         assert rows.no_stop_before[i] == (chunk.prompt_len + request.min_tokens if request.min_tokens else 0)
         stops = [*request.stop_ids] + [-1] * (MAX_STOP_IDS - len(request.stop_ids))
         np.testing.assert_array_equal(rows.stop_ids[i], stops)
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.float64])
+@pytest.mark.parametrize("name", ["repetition_penalty", "frequency_penalty", "presence_penalty"])
+def test_penalties_may_be_numbers_of_numpy(kind, name):
+    def fields(penalty: Any) -> np.ndarray:
+        asked: dict[str, Any] = {name: penalty}
+        return inputs.sampling_fields(Request(request_id="r", prompt_ids=(1,), max_tokens=9, **asked), 1)
+
+    np.testing.assert_array_equal(fields(kind(1.5)), fields(1.5))
 
 
 def check_padding(step: inputs.StepInputs, num: int) -> None:

@@ -82,6 +82,38 @@ def test_a_call_that_fails_leaves_those_after_it_whole(program, device, kept, ta
             np.testing.assert_array_equal(np.asarray(kept), data)
 
 
+def test_no_call_waits_for_one_before_it_and_buffers_that_are_free_are_taken_again(device):
+    class Running:
+        def __init__(self, buffer):
+            self.buffer, self.ended = buffer, False
+
+        def is_deleted(self):
+            return False
+
+        def is_ready(self):
+            return self.ended
+
+        def block_until_ready(self):
+            assert self.ended
+            return self.buffer
+
+    calls, sent = [], numbers()
+
+    def program(kept, buffer):
+        calls.append(Running(buffer))
+        return kept, calls[-1]
+
+    send = pinned.Sender(program, pinned.on_host(device))
+    for data in sent:
+        send(0, data)
+    for call, data in zip(calls, sent, strict=True):
+        np.testing.assert_array_equal(np.asarray(call.buffer), data)
+        call.ended = True
+    for data in sent:
+        send(0, data)
+    assert [call.buffer for call in calls[TURNS:]] == [call.buffer for call in calls[:TURNS]]
+
+
 def test_numbers_of_another_shape_are_refused(program, device, kept):
     send = pinned.Sender(program, pinned.on_host(device))
     with pytest.raises(ValueError, match="broadcast"):

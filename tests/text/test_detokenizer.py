@@ -9,8 +9,10 @@ from jaxinfer.text.detokenizer import Detokenizer
 examples = settings(deadline=None, max_examples=80)
 
 
-def stream(tokenizer, prompt, output, cuts=None, skip=True):
+def stream(tokenizer, prompt, output, cuts=None, skip=True, begins=False):
     detokenizer = Detokenizer(tokenizer, prompt, skip_special_tokens=skip)
+    if begins:
+        detokenizer.begin()
     pieces = [detokenizer.push(output[i : i + 1]) for i in range(len(output))] if cuts is None else []
     if cuts is not None:
         edges = sorted({0, len(output), *(c for c in cuts if c < len(output))})
@@ -40,7 +42,7 @@ def test_joined_deltas_are_what_the_output_adds_to_the_prompt(any_tokenizer, dat
     tokenizer, _ = any_tokenizer
     prompt, output = data.draw(ids_of(tokenizer)), data.draw(ids_of(tokenizer))
     cuts, skip = data.draw(st.none() | st.lists(st.integers(0, 10))), data.draw(st.booleans())
-    text = stream(tokenizer, prompt, output, cuts, skip)
+    text = stream(tokenizer, prompt, output, cuts, skip, begins=data.draw(st.booleans()))
     before = settled(tokenizer, prompt, skip)
     assert before + text == tokenizer.decode(prompt + output, skip_special_tokens=skip)
 
