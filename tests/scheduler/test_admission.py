@@ -6,7 +6,7 @@ import random
 import pytest
 
 from jaxinfer.scheduler.queue import MAX_OVERTAKEN
-from tests.scheduler.harness import Harness
+from tests.scheduler.harness import Harness, random_times
 from tests.scheduler.test_random_walk import random_limits, submit_random
 
 
@@ -115,7 +115,9 @@ def test_nobody_is_overtaken_more_often_than_the_bound_says(first: int):
     most = 0
     for seed in range(first, first + 100):
         rng = random.Random(seed)
-        harness = Harness(num_pages=rng.choice([12, 20]), max_num_seqs=rng.choice([1, 2, 4]), max_model_len=48)
+        times = random_times(random.Random(seed), 4, 16) if seed % 2 else {}
+        sizes = {"num_pages": rng.choice([12, 20]), "max_num_seqs": rng.choice([1, 2, 4]), "max_model_len": 48}
+        harness = Harness(**sizes, **times)
         names: list[str] = []
         for turn in range(60):
             heavy = rng.random() < 0.1
