@@ -18,7 +18,6 @@ of a 135M model in float32 (M = 46,080) takes 62 ms within the pages, 186 ms wit
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import flax.struct
@@ -28,6 +27,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinfer.models.model import Attend, CacheShape
+from jaxinfer.runner.pinned import memory_kinds
 from pallas_kernels.kv_write import reference as kv_write
 from pallas_kernels.paged_attention import reference as online
 
@@ -81,19 +81,12 @@ class HostContext:
 
 def abstract(cache: CacheShape, num_rows: int, dtype: jnp.dtype, mesh: Mesh, *, on_host: bool) -> HostContext:
     """Shapes, dtypes and shardings. A CPU's own memory is the host's, and so is that of a device known by name only."""
-    kinds = {memory.kind for memory in _memories(mesh)} if on_host and mesh.devices.flat[0].platform != "cpu" else set()
+    kinds = memory_kinds(mesh) if on_host and mesh.devices.flat[0].platform != "cpu" else set()
     kind = "pinned_host" if "pinned_host" in kinds else None
     sharding = NamedSharding(mesh, PartitionSpec(), memory_kind=kind)
     shape = cache.num_layers, num_rows, cache.num_kv_heads, cache.head_width
     array = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
     return HostContext(array, array)
-
-
-def _memories(mesh: Mesh) -> Sequence[jax.Device]:
-    try:
-        return mesh.devices.flat[0].addressable_memories()
-    except jax.errors.JaxRuntimeError:
-        return []  # of a target description
 
 
 def zeros(shapes: HostContext) -> HostContext:

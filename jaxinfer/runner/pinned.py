@@ -21,12 +21,15 @@ sequence that begins is called more often, and then has more buffers."""
 
 def has_pinned(mesh: Mesh) -> bool:
     """Whether the mesh is one device whose programs take arrays of pinned memory. One known by name only has none."""
-    if mesh.size > 1:
-        return False
+    return mesh.size == 1 and "pinned_host" in memory_kinds(mesh)
+
+
+def memory_kinds(mesh: Mesh) -> set[str]:
+    """Of what a device of the mesh reaches; none of one that is known by name only."""
     try:
-        return any(memory.kind == "pinned_host" for memory in mesh.devices.flat[0].addressable_memories())
+        return {memory.kind for memory in mesh.devices.flat[0].addressable_memories()}
     except jax.errors.JaxRuntimeError:  # of a target description
-        return False
+        return set()
 
 
 def on_host(array: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

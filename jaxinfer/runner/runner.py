@@ -25,7 +25,7 @@ from jaxinfer.runner.host_pages import HostPages
 from jaxinfer.runner.page_file import BLOCK_BYTES
 from jaxinfer.runner.peers import Inboxes
 from jaxinfer.runner.step import StepBuilder
-from jaxinfer.runner.warm_up import full_plan
+from jaxinfer.runner.warm_up import NOBODY, full_plan
 from jaxinfer.scheduler.plan import (
     CachedPrefix,
     LongChunk,
@@ -34,7 +34,6 @@ from jaxinfer.scheduler.plan import (
     TokenMask,
     Transferred,
 )
-from jaxinfer.types import Request
 
 WARM_UP_RUNS = {"cpu": 1, "gpu": 3}
 """Runs of each program before ready: a graph is recorded on the second run and replayed from the third."""
@@ -359,24 +358,23 @@ class ModelRunner:
         times_ms = {}
         for done, bucket in enumerate(buckets, len(self._programs.samplers)):
             progress(f"warming up {bucket}", done, total)
-            runs_ms = [self._time_run(bucket) for _ in range(least)]
+            plan = full_plan(bucket, self._builder.shape, self._builder.vocab_size, self._num_groups)
+            runs_ms = [self._time_run(bucket, plan) for _ in range(least)]
             # Of several processes each measures for itself, and all have to run the same.
             if platform != "cpu" and (self._builder.mesh.is_multi_process or runs_ms[-1] < QUICK_MS):
-                runs_ms += [self._time_run(bucket) for _ in range(MORE_RUNS)]
+                runs_ms += [self._time_run(bucket, plan) for _ in range(MORE_RUNS)]
             times_ms[bucket] = statistics.median(runs_ms[least - 1 :])
         progress("warmed up", total, total)
         return times_ms
 
     def _warm_up_long(self) -> None:
-        nothing = Request(request_id="", prompt_ids=(), max_tokens=1)
         for size in self._programs.long:
             tokens = (0,) * size if size > 1 else ()
-            self._run_long(LongChunk(self._builder.shape.num_slots, 0, tokens, 0, False, nothing, 0))
+            self._run_long(LongChunk(self._builder.shape.num_slots, 0, tokens, 0, False, NOBODY, 0))
             jax.block_until_ready((self._state, self._host))
 
-    def _time_run(self, bucket: Bucket) -> float:
-        """Milliseconds of a full step, waited for."""
-        plan = full_plan(bucket, self._builder.shape, self._builder.vocab_size, self._num_groups)
+    def _time_run(self, bucket: Bucket, plan: StepPlan) -> float:
+        """Milliseconds of a step, waited for."""
         start_s = time.perf_counter()
         self._run(bucket, plan)
         jax.block_until_ready(self._state)
